@@ -1,0 +1,16 @@
+"""The two backends: ``eager`` (plain torch, any device) and ``triton`` (CUDA, or CPU under TRITON_INTERPRET=1).
+
+Both offer ``chunk_statistics`` and ``chunk_gradient`` with the same arguments; ``get`` picks one by its public name.
+"""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+MODULES = {"torch": "eager", "triton": "triton"}
+
+
+def get(name: str) -> ModuleType:
+    """The backend module of that name, imported on first use: Triton is not needed before."""
+    return importlib.import_module(f"{__name__}.{MODULES[name]}")

@@ -1,0 +1,280 @@
+"""The loop over chunks of the vocabulary, forward and backward.
+
+For each chunk of columns the forward makes ``z = x w_c^T`` and folds it into per-row partials; the backward makes it
+again (or reads the cached copy), turns it into its own gradient ``g``, and adds ``dx += g w_c``, ``dw_c = g^T x``.
+``weight`` may be absent: then ``x`` holds given logits and dx is their gradient.
+"""
+
+from __future__ import annotations
+
+import math
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import backends, distributed
+from .equations import FIELDS, IGNORED, INVALID, ROW_MAX, Transform, finalize, merge, row_coefficients
+from .products import Products
+
+
+class Tensors(NamedTuple):
+    """The tensor arguments of a call. T tokens, D hidden size, V rows of the weight (classes of given logits)."""
+
+    x: Tensor  # [T, D], or logits [T, V]
+    weight: Tensor | None  # [V, D]
+    target: Tensor  # [T] int64
+    bias: Tensor | None  # [V]
+    class_weight: Tensor | None  # [V]
+    temperature: Tensor | None  # [T]
+    order: Tensor | None  # [K] indices of rows, the kept ones first; None: every row in its place
+    count: Tensor | None  # [] int64 on the CPU, how many of `order` are kept
+
+
+class Settings(NamedTuple):
+    """Everything of a call that is not a tensor."""
+
+    ignore_index: int
+    vocab_start: int  # global index of the weight's first row
+    vocab_size: int  # global; rows of the weight beyond it are padding
+    logit_scale: float
+    softcap: float  # 0: none
+    inverse_temperature: float
+    dtype: torch.dtype  # of the products' operands
+    backend: str
+    chunk_columns: int
+    cache_columns: int  # leading columns whose logits are kept for the backward, a multiple of chunk_columns or all
+    entropy: bool  # which of the optional statistics are wanted
+    smooth: bool
+    prediction: bool
+    group: str  # name of the process group over which the vocabulary is sharded; "": none
+
+    @property
+    def wanted(self) -> tuple[bool, bool, bool]:
+        return self.entropy, self.smooth, self.prediction
+
+
+class Upstream(NamedTuple):
+    """Gradients [T] of the four differentiable statistics, None where none arrives."""
+
+    logprob: Tensor | None
+    entropy: Tensor | None
+    lse: Tensor | None
+    smooth: Tensor | None
+
+
+class Kept(NamedTuple):
+    """What the forward keeps. K = len(order), or T."""
+
+    residuals: Tensor  # [4, K], see equations.finalize
+    cache: Tensor  # [K, cache_columns] z - block maximum
+    block_max: Tensor  # [blocks of the cache, K]
+
+
+class Problem:
+    """The rows that take part in a call, and the chunks of the vocabulary they meet."""
+
+    def __init__(self, tensors: Tensors, settings: Settings):
+        self.tensors, self.settings = tensors, settings
+        self.index = None  # [R] tokens of the rows, None: all
+        if tensors.order is not None and tensors.count is not None:
+            self.index = tensors.order[: int(tensors.count)]
+        self.products = Products(settings.dtype, tensors.x.device)
+        self.backend: ModuleType = backends.get(settings.backend)
+        x = self.pick(tensors.x)
+        self.x = x if tensors.weight is None else self.products.operand(x)  # [R, D], or logits [R, V]
+        self.target = self.pick(_coded(tensors.target, settings))  # [R]
+        self.transform = self._transform()
+        self.chunks = self._chunks()
+
+    def pick(self, values: Tensor) -> Tensor:
+        return values if self.index is None else values.index_select(0, self.index)
+
+    def put(self, values: Tensor, fill: int = 0) -> Tensor:
+        """Values of the rows back at their tokens, `fill` at the tokens that were dropped."""
+        if self.index is None:
+            return values
+        full = values.new_full((len(self.tensors.target), *values.shape[1:]), fill)
+        return full.index_copy_(0, self.index, values)
+
+    def _transform(self) -> Transform:
+        s, temperature = self.settings, self.tensors.temperature
+        if temperature is not None:
+            temperature = self.pick(temperature).to(self.products.accumulator)[:, None]
+        return Transform(s.logit_scale, s.softcap, s.inverse_temperature, temperature)
+
+    def _chunks(self) -> list[tuple[int, int]]:
+        weight, s = self.tensors.weight, self.settings
+        size = self.x.shape[1] if weight is None else weight.shape[0]
+        size = max(0, min(size, s.vocab_size - s.vocab_start))
+        step = size if weight is None else s.chunk_columns
+        return [(c, min(c + step, size)) for c in range(0, size, max(step, 1))] if len(self.x) else []
+
+    @property
+    def columns(self) -> int:
+        return self.chunks[-1][1] if self.chunks else 0
+
+    def blocks(self, columns: int) -> int:
+        return -(-columns // self.backend.BLOCK_COLUMNS)
+
+    def chunk_blocks(self, start: int, stop: int) -> slice:
+        return slice(start // self.backend.BLOCK_COLUMNS, self.blocks(stop))
+
+    def cached(self, stop: int) -> bool:
+        return stop <= self.settings.cache_columns
+
+    def buffer(self, dtype: torch.dtype, cached: bool) -> Tensor:
+        """A flat buffer for the widest of the chunks that are (not) cached."""
+        widest = max((stop - start for start, stop in self.chunks if self.cached(stop) == cached), default=0)
+        return self.x.new_empty(len(self.x) * widest, dtype=dtype)
+
+    def part(self, vector: Tensor | None, start: int, stop: int) -> Tensor | None:
+        """Columns of the bias or the class weight."""
+        return None if vector is None else vector[start:stop].to(self.products.accumulator)
+
+    def weight(self, start: int, stop: int) -> Tensor:
+        assert self.tensors.weight is not None
+        return self.products.operand(self.tensors.weight[start:stop])
+
+    def logits(self, buffer: Tensor | None, start: int, stop: int) -> Tensor:
+        """Products of the chunk [R, C] in the buffer, or the given logits."""
+        if buffer is None:
+            return self.x[:, start:stop]
+        return self.products.logits(self.x, self.weight(start, stop), out=_shaped(buffer, len(self.x), stop - start))
+
+
+def _shaped(buffer: Tensor, rows: int, columns: int) -> Tensor:
+    return buffer[: rows * columns].view(rows, columns)
+
+
+def _coded(target: Tensor, settings: Settings) -> Tensor:
+    """Labels with IGNORED and INVALID in place of every index that is no class."""
+    invalid = (target < 0) | (target >= settings.vocab_size)
+    return torch.where(target == settings.ignore_index, IGNORED, torch.where(invalid, INVALID, target))
+
+
+def _padded(values: Tensor, size: int) -> Tensor:
+    """Grown along its last dimension: rows beyond the kept ones exist only when the count is unknown outside."""
+    return values if values.shape[-1] == size else torch.nn.functional.pad(values, (0, size - values.shape[-1]))
+
+
+def forward(tensors: Tensors, settings: Settings) -> tuple[list[Tensor | None], Kept]:
+    """logprob, entropy, lse, smooth_logprob, prediction [T] (None where not wanted), and what the backward needs."""
+    problem = Problem(tensors, settings)
+    size = len(tensors.target) if tensors.order is None else len(tensors.order)
+    cache = tensors.x.new_empty(size, settings.cache_columns, dtype=problem.products.gradient_dtype)
+    partials = _partials(problem, cache)
+    state = merge(partials) if len(partials) else _neutral(partials)
+    if settings.group:
+        state = distributed.merge_ranks(state, settings.group)
+    *statistics, residuals = finalize(state, problem.target, settings.vocab_size, settings.wanted)
+    outputs = [None if s is None else problem.put(s, -1 if s.dtype == torch.int64 else 0) for s in statistics]
+    block_max = partials[: problem.blocks(settings.cache_columns), ROW_MAX].clone()
+    return outputs, Kept(_padded(residuals, size), cache, _padded(block_max, size))
+
+
+def _partials(problem: Problem, cache: Tensor) -> Tensor:  # [blocks, FIELDS, R]
+    p, rows = problem, len(problem.x)
+    partials = p.x.new_zeros(p.blocks(p.columns), FIELDS, rows, dtype=p.products.accumulator)
+    buffer = None if p.tensors.weight is None else p.x.new_empty(rows * _widest(p), dtype=p.products.accumulator)
+    for start, stop in p.chunks:
+        p.backend.chunk_statistics(
+            p.logits(buffer, start, stop), p.target, p.part(p.tensors.bias, start, stop),
+            p.part(p.tensors.class_weight, start, stop), p.transform, p.settings.vocab_start + start,
+            partials[p.chunk_blocks(start, stop)], cache[:rows, start:stop] if p.cached(stop) else None,
+            p.settings.wanted, overwrite=buffer is not None,
+        )  # fmt: skip
+    return partials
+
+
+def _widest(problem: Problem) -> int:
+    return max((stop - start for start, stop in problem.chunks), default=0)
+
+
+def _neutral(partials: Tensor) -> Tensor:  # [FIELDS, R]
+    """The state of an empty shard."""
+    state = partials.new_zeros(partials.shape[1:])
+    state[ROW_MAX] = -math.inf
+    return state
+
+
+def backward(
+    upstream: Upstream, tensors: Tensors, kept: Kept, settings: Settings, needs: tuple[bool, bool, bool]
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of x, weight and bias, None where not needed."""
+    p = Problem(tensors, settings)
+    rows, accumulator = len(p.x), p.products.accumulator
+    residuals = kept.residuals[:, :rows].contiguous()
+    picked = [None if g is None else p.pick(g).to(accumulator) for g in upstream]
+    coefficients = row_coefficients(*picked, p.target, residuals, settings.vocab_size, p.transform)
+    flags = upstream.entropy is not None, upstream.smooth is not None
+    gradients = Gradients(p, needs)
+    for start, stop in p.chunks:
+        z, block_max, out = gradients.sources(kept, start, stop)
+        p.backend.chunk_gradient(
+            z, block_max, p.target, p.part(tensors.bias, start, stop), p.part(tensors.class_weight, start, stop),
+            p.transform, settings.vocab_start + start, residuals, coefficients, out, flags,
+        )  # fmt: skip
+        gradients.add(out, start, stop)
+    return gradients.finish()
+
+
+class Gradients:
+    """The buffers of a backward and what accumulates in them."""
+
+    def __init__(self, problem: Problem, needs: tuple[bool, bool, bool]):
+        p, t = problem, problem.tensors
+        need_x, need_weight, need_bias = needs
+        self.problem = p
+        self.given = t.weight is None
+        self.products = None if self.given else p.buffer(p.products.accumulator, cached=False)
+        self.gradient = None if self.given else p.buffer(p.products.gradient_dtype, cached=True)
+        shape, dtype = p.x.shape, t.x.dtype if self.given else p.products.accumulator
+        self.dx = p.x.new_zeros(shape, dtype=dtype) if need_x or self.given else None
+        self.dw = _zeros_beyond(t.weight, p.columns) if need_weight else None
+        self.db = _zeros_beyond(t.bias, p.columns) if need_bias else None
+
+    def sources(self, kept: Kept, start: int, stop: int) -> tuple[Tensor, Tensor | None, Tensor]:
+        """The chunk's logits, their block maxima if they come from the cache, and where the gradient goes."""
+        p, rows = self.problem, len(self.problem.x)
+        if self.products is None or self.gradient is None:
+            assert self.dx is not None
+            return p.x[:, start:stop], None, self.dx[:, start:stop]
+        if p.cached(stop):
+            block_max = kept.block_max[p.chunk_blocks(start, stop), :rows].contiguous()
+            return kept.cache[:rows, start:stop], block_max, _shaped(self.gradient, rows, stop - start)
+        z = p.logits(self.products, start, stop)
+        if p.products.gradient_dtype == z.dtype:
+            return z, None, z
+        # The half gradient is written over the fp32 products, row by row: no second buffer.
+        return z, None, z.view(p.products.gradient_dtype)[:, : stop - start]
+
+    def add(self, g: Tensor, start: int, stop: int) -> None:
+        """Everything that the chunk's gradient g [R, C] contributes."""
+        p = self.problem
+        if self.db is not None:
+            self.db[start:stop] = g.sum(dim=0, dtype=p.products.accumulator)
+        if self.given:
+            return
+        if self.dx is not None:
+            p.products.add_input_gradient(g, p.weight(start, stop), self.dx, first=start == 0)
+        if self.dw is not None:
+            p.products.weight_gradient(g, p.x, out=self.dw[start:stop])
+
+    def finish(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        p, dx = self.problem, self.dx
+        if dx is not None:
+            if p.settings.group:
+                distributed.sum_ranks(dx, p.settings.group)
+            dx = p.put(dx.to(p.tensors.x.dtype))
+        return dx, self.dw, self.db
+
+
+def _zeros_beyond(parameter: Tensor | None, columns: int) -> Tensor | None:
+    """Room for a parameter's gradient; only rows that no chunk will write are cleared."""
+    if parameter is None:
+        return None
+    gradient = torch.empty_like(parameter)
+    gradient[columns:] = 0
+    return gradient

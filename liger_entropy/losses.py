@@ -1,0 +1,267 @@
+"""The losses: every option is plain PyTorch on the ``[T]`` statistics of token_statistics.py.
+
+    loss = CE + z_loss - entropy_coef * H
+    CE   = -((1 - eps) c_y logprob + eps smooth_logprob)      as torch.nn.functional.cross_entropy
+    z    = lse_square_scale * lse^2                           as in PaLM and Liger
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .planner import ComputeOptions
+from .token_statistics import Call, TokenStatistics, _check_float, _finite
+
+try:
+    from liger_kernel.transformers.functional import CrossEntropyOutput as _LigerOutput
+except ImportError:  # Liger needs Triton; without it there is no call site to stay compatible with
+
+    @dataclass
+    class _LigerOutput:
+        loss: Tensor
+        z_loss: Tensor | None = None
+        token_accuracy: Tensor | None = None
+        predicted_tokens: Tensor | None = None
+
+
+@dataclass
+class CrossEntropyOutput(_LigerOutput):
+    """Liger's output with one more field. Scalars for reductions "mean" and "sum", else in the target's shape.
+
+    loss, z_loss (already in loss), token_accuracy (fraction of kept tokens whose prediction is the label),
+    predicted_tokens (int64, -1 at ignored tokens; always one per token), entropy_loss (H in nats, not scaled by
+    entropy_coef, differentiable).
+    """
+
+    entropy_loss: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class LossOptions:
+    """The options that turn statistics into a loss; see :func:`linear_cross_entropy`."""
+
+    reduction: str = "mean"
+    label_smoothing: float = 0.0
+    lse_square_scale: float = 0.0
+    entropy_coef: float = 0.0
+    return_entropy_loss: bool = False
+    return_z_loss: bool = False
+    return_token_accuracy: bool = False
+    return_predicted_tokens: bool = False
+    use_token_scaling: bool = False
+
+    def __post_init__(self):
+        if self.reduction not in ("mean", "sum", "none"):
+            raise ValueError(f"reduction: expected 'mean', 'sum' or 'none', got {self.reduction!r}")
+        if not 0.0 <= _finite("label_smoothing", self.label_smoothing) <= 1.0:
+            raise ValueError(f"label_smoothing: expected a number in [0, 1], got {self.label_smoothing}")
+        _finite("lse_square_scale", self.lse_square_scale)
+        _finite("entropy_coef", self.entropy_coef)
+        for name in ("return_entropy_loss", "return_z_loss", "return_token_accuracy", "return_predicted_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name}: expected True or False, got {getattr(self, name)!r}")
+
+    @property
+    def wanted(self) -> dict[str, bool]:
+        """The optional statistics that the loss needs."""
+        return {
+            "entropy": self.entropy_coef != 0 or self.return_entropy_loss,
+            "smooth": self.label_smoothing != 0,
+            "prediction": self.return_token_accuracy or self.return_predicted_tokens,
+        }
+
+
+def compose(
+    statistics: TokenStatistics,
+    target: Tensor,  # [...]
+    options: LossOptions,
+    *,
+    ignore_index: int = -100,
+    class_weight: Tensor | None = None,  # [V]
+    token_weight: Tensor | None = None,  # [...]
+) -> CrossEntropyOutput:
+    """The loss and its parts. Contract: means run over kept tokens; CE divides by ``sum token_weight class_weight[y]``,
+    z-loss and H by ``sum token_weight``; a sum of weights of 0 gives 0; a token of weight 0 contributes exactly 0."""
+    kept = target != ignore_index
+    weight = kept.to(statistics.logprob.dtype)
+    if token_weight is not None:
+        weight = torch.where(kept, token_weight.to(weight.dtype), 0.0)
+    class_of_target = None if class_weight is None else class_weight.to(weight.dtype)[torch.where(kept, target, 0).long()]
+    scale = statistics.logprob.detach().exp() if options.use_token_scaling else None
+
+    def reduce(values: Tensor, denominator: Tensor, scaled: bool) -> Tensor:
+        values = _product(weight, values if scale is None or not scaled else values * scale)
+        return _reduce(values, denominator, options.reduction)
+
+    ce = _cross_entropy(statistics, class_of_target, options.label_smoothing)
+    loss = reduce(ce, weight if class_of_target is None else weight * class_of_target, True)
+    z_loss = entropy = None
+    if options.lse_square_scale != 0 or options.return_z_loss:
+        z_loss = reduce(options.lse_square_scale * statistics.lse.square(), weight, True)
+        loss = loss + z_loss
+    if options.wanted["entropy"]:
+        entropy = reduce(statistics.entropy, weight, False)
+        loss = loss if options.entropy_coef == 0 else loss - options.entropy_coef * entropy
+    return CrossEntropyOutput(
+        loss=loss,
+        z_loss=z_loss if options.return_z_loss else None,
+        token_accuracy=_accuracy(statistics, target, kept, options) if options.return_token_accuracy else None,
+        predicted_tokens=statistics.prediction if options.return_predicted_tokens else None,
+        entropy_loss=entropy if options.return_entropy_loss else None,
+    )
+
+
+def _cross_entropy(statistics: TokenStatistics, class_of_target: Tensor | None, label_smoothing: float) -> Tensor:
+    logprob = statistics.logprob
+    if label_smoothing == 1.0:
+        return -statistics.smooth_logprob
+    if class_of_target is not None:
+        logprob = _product(class_of_target, logprob)
+    if label_smoothing == 0.0:
+        return -logprob
+    return -((1.0 - label_smoothing) * logprob + label_smoothing * statistics.smooth_logprob)
+
+
+def _product(weight: Tensor, values: Tensor) -> Tensor:
+    """weight * values, and exactly 0 where the weight is 0, also for an infinite value."""
+    return weight * torch.where(weight == 0, 0.0, values)
+
+
+def _reduce(values: Tensor, denominator: Tensor, reduction: str) -> Tensor:
+    if reduction == "none":
+        return values
+    total = values.sum()
+    if reduction == "sum":
+        return total
+    divisor = denominator.sum()
+    # Dividing by inf gives the 0 with gradient 0 that the contract asks for when nothing is kept.
+    return total / divisor.masked_fill(divisor == 0, float("inf"))
+
+
+def _accuracy(statistics: TokenStatistics, target: Tensor, kept: Tensor, options: LossOptions) -> Tensor:
+    correct = ((statistics.prediction == target) & kept).to(statistics.logprob.dtype)
+    return correct if options.reduction == "none" else correct.sum() / kept.sum().clamp(min=1)
+
+
+def fused_loss(
+    call: Call,
+    target: Tensor,
+    loss_options: LossOptions,
+    token_weight: Tensor | None = None,
+    process_group: Any = None,
+    options: ComputeOptions | None = None,
+) -> Tensor | CrossEntropyOutput:
+    """The one path of every entry point: statistics of a checked call, composed; a bare loss unless more was asked."""
+    if token_weight is not None:
+        token_weight = _checked_token_weight(token_weight, target)
+    statistics = call.statistics(options or ComputeOptions(), process_group, **loss_options.wanted)
+    output = compose(
+        statistics, target, loss_options,
+        ignore_index=call.ignore_index, class_weight=call.class_weight, token_weight=token_weight,
+    )  # fmt: skip
+    o = loss_options
+    more = o.return_entropy_loss or o.return_z_loss or o.return_token_accuracy or o.return_predicted_tokens
+    return output if more else output.loss
+
+
+def _checked_token_weight(token_weight, target: Tensor) -> Tensor:
+    _check_float("token_weight", token_weight)
+    if token_weight.numel() != target.numel():
+        raise ValueError(
+            f"token_weight: expected one value per token, {tuple(target.shape)}, got {tuple(token_weight.shape)}"
+        )
+    if token_weight.device != target.device:
+        raise ValueError(f"token_weight: is on {token_weight.device}, but target is on {target.device}")
+    return token_weight.reshape(target.shape)
+
+
+def linear_cross_entropy(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    linear_bias: Tensor | None = None,
+    weight: Tensor | None = None,
+    token_weight: Tensor | None = None,
+    ignore_index: int | None = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    lse_square_scale: float = 0.0,
+    entropy_coef: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    temperature: float | Tensor | None = 1.0,
+    return_entropy_loss: bool = False,
+    return_z_loss: bool = False,
+    return_token_accuracy: bool = False,
+    return_predicted_tokens: bool = False,
+    process_group: Any = None,
+    options: ComputeOptions | None = None,
+) -> Tensor | CrossEntropyOutput:
+    """Cross-entropy of ``softmax(z)``, ``z = softcap(logit_scale (input weight^T + bias)) / temperature``, with entropy.
+
+    ``loss = CE + z_loss - entropy_coef * H``, in fp32 nats (fp64 for fp64 inputs). Label smoothing, class weights and
+    z-loss never change H. Differentiable in input, linear_weight, linear_bias and token_weight, once.
+
+    Args:
+        input: ``[..., D]``; linear_weight: ``[V, D]``; target: ``[...]``; linear_bias: ``[V]``; see
+            :func:`linear_token_statistics` for these and for ignore_index, softcap, logit_scale, temperature,
+            process_group, options.
+        weight: ``[V]`` class weights, torch's rule: the mean of CE divides by ``sum token_weight weight[y]``. They leave
+            the z-loss and H alone (Liger's rule).
+        token_weight: one weight per token; multiplies CE, z-loss and H. A token of weight 0 has exactly zero gradient.
+        reduction: ``"mean"`` over kept tokens, ``"sum"``, or ``"none"`` (the target's shape, 0 at ignored tokens).
+            With no kept token the mean is 0 with zero gradients (torch gives NaN).
+        label_smoothing: eps in [0, 1], torch's rule.
+        lse_square_scale: factor of the z-loss ``lse^2`` (PaLM, Chowdhery et al. 2022, section 5).
+        entropy_coef: H is subtracted with this factor; positive keeps the distribution broad.
+        return_entropy_loss, return_z_loss, return_token_accuracy, return_predicted_tokens: ask for a
+            :class:`CrossEntropyOutput` with these fields instead of a bare loss.
+
+    Raises:
+        ValueError, TypeError, RuntimeError: as :func:`linear_token_statistics`; ValueError also for an unknown reduction, a
+            label_smoothing outside [0, 1] and a token_weight of the wrong size.
+    """
+    loss_options = LossOptions(
+        reduction, label_smoothing, lse_square_scale, entropy_coef,
+        return_entropy_loss, return_z_loss, return_token_accuracy, return_predicted_tokens,
+    )  # fmt: skip
+    call = Call(input, linear_weight, target, linear_bias, weight, ignore_index, softcap, logit_scale, temperature)
+    return fused_loss(call, target, loss_options, token_weight, process_group, options)
+
+
+def cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    weight: Tensor | None = None,
+    token_weight: Tensor | None = None,
+    ignore_index: int | None = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    lse_square_scale: float = 0.0,
+    entropy_coef: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    temperature: float | Tensor | None = 1.0,
+    return_entropy_loss: bool = False,
+    return_z_loss: bool = False,
+    return_token_accuracy: bool = False,
+    return_predicted_tokens: bool = False,
+    process_group: Any = None,
+    options: ComputeOptions | None = None,
+) -> Tensor | CrossEntropyOutput:
+    """:func:`linear_cross_entropy` on given ``logits [..., V]`` (classes last), whose gradient has the logits' dtype.
+
+    The logits are read once forward and once backward; they are never written to.
+    """
+    loss_options = LossOptions(
+        reduction, label_smoothing, lse_square_scale, entropy_coef,
+        return_entropy_loss, return_z_loss, return_token_accuracy, return_predicted_tokens,
+    )  # fmt: skip
+    call = Call(logits, None, target, None, weight, ignore_index, softcap, logit_scale, temperature)
+    return fused_loss(call, target, loss_options, token_weight, process_group, options)

@@ -1,0 +1,133 @@
+"""How a call is carried out: options, backend, chunk width, cache budget."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import warnings
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from . import backends
+
+MiB = 1 << 20
+
+
+@dataclass(frozen=True)
+class ComputeOptions:
+    """How, not what: none of these changes a result beyond rounding.
+
+    Args:
+        backend: ``"triton"`` (CUDA, or CPU under TRITON_INTERPRET=1), ``"torch"`` (any device), or ``"auto"``: Triton
+            on CUDA, torch elsewhere and for fp64. An explicit backend that cannot run raises RuntimeError.
+        chunk_bytes: size of the buffer for one chunk's fp32 logits, or ``"auto"`` (see :func:`chunk_columns`).
+            A chunk is at least one block of columns wide (torch 1024, triton 2048).
+        cache_bytes: how many bytes of logits the forward may keep for the backward, which then recomputes only the
+            rest. ``"auto"``: a quarter of the GPU memory that is free at that moment after setting the gradients'
+            room aside, nothing on CPU, while compiling, or during CUDA-graph capture. An automatic cache that cannot be
+            allocated is left out; an explicit budget that cannot be allocated raises torch's out-of-memory error.
+        skip_ignored: drop ignored tokens before the first product. Costs one host sync, shared with check_labels.
+        check_labels: raise ValueError for a label outside the vocabulary; when off, such a token's outputs are NaN.
+
+    Raises:
+        ValueError: for any other value.
+    """
+
+    backend: Literal["auto", "torch", "triton"] = "auto"
+    chunk_bytes: int | Literal["auto"] = "auto"
+    cache_bytes: int | Literal["auto"] = "auto"
+    skip_ignored: bool = True
+    check_labels: bool = True
+
+    def __post_init__(self):
+        if self.backend not in ("auto", "torch", "triton"):
+            raise ValueError(f"backend: expected 'auto', 'torch' or 'triton', got {self.backend!r}")
+        for name, least in (("chunk_bytes", 1), ("cache_bytes", 0)):
+            value = getattr(self, name)
+            is_count = isinstance(value, int) and not isinstance(value, bool)
+            if value != "auto" and not (is_count and value >= least):
+                raise ValueError(f"{name}: expected 'auto' or an integer >= {least}, got {value!r}")
+        for name in ("skip_ignored", "check_labels"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}: expected True or False, got {getattr(self, name)!r}")
+
+
+@functools.cache
+def triton_missing() -> str | None:
+    """Why Triton cannot be imported, or None."""
+    if importlib.util.find_spec("triton") is None:
+        return "the package triton is not installed"
+    try:
+        backends.get("triton")
+    except Exception as error:
+        return f"triton cannot be imported: {error}"
+    return None
+
+
+def _triton_refusal(device: torch.device, dtype: torch.dtype) -> str | None:
+    if dtype == torch.float64:
+        return "its kernels compute in fp32 and the input is float64"
+    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        return f"the input is on {device.type}; Triton runs on CUDA, or on CPU with TRITON_INTERPRET=1 set before import"
+    return triton_missing()
+
+
+@functools.cache
+def _warn_fallback(reason: str) -> None:
+    warnings.warn(f"liger_entropy: using the torch backend on a CUDA device because {reason}", stacklevel=2)
+
+
+def choose_backend(requested: str, device: torch.device, dtype: torch.dtype) -> str:
+    """``"torch"`` or ``"triton"``. Raises RuntimeError if an explicit choice cannot run."""
+    if requested == "torch":
+        return "torch"
+    refusal = _triton_refusal(device, dtype)
+    if requested == "triton" and refusal:
+        raise RuntimeError(f"backend='triton' cannot run: {refusal}")
+    if requested == "triton" or (device.type == "cuda" and not refusal):
+        return "triton"
+    if device.type == "cuda" and dtype != torch.float64:
+        _warn_fallback(str(refusal))
+    return "torch"
+
+
+def chunk_columns(rows: int, vocab: int, backend: str, chunk_bytes: int | str, itemsize: int = 4) -> int:
+    """Columns of a chunk: a multiple of the backend's block, or the whole vocabulary if that is smaller.
+
+    Automatic: torch takes one block, so that a tile is still in the processor's cache when it is read again. Triton
+    takes 1/64 of the vocabulary (the chunk is then 1.6 % of the fp32 logits), at least 64 MiB worth of columns below
+    2048 rows, where wide products keep the GPU busy and the chunk is small beside the weight.
+    """
+    block = backends.get(backend).BLOCK_COLUMNS
+    if chunk_bytes == "auto":
+        wanted = block if backend == "torch" else vocab // 64
+        if backend == "triton" and rows < 2048:
+            wanted = max(wanted, 64 * MiB // (itemsize * max(rows, 1)))
+    else:
+        wanted = int(chunk_bytes) // (itemsize * max(rows, 1))
+    blocks = max(1, (wanted + block // 2) // block if chunk_bytes == "auto" else wanted // block)
+    return max(1, min(vocab, blocks * block))
+
+
+def cache_columns(rows: int, vocab: int, chunk: int, budget: int, itemsize: int) -> int:
+    """Leading columns whose logits fit the budget: whole chunks, or the whole vocabulary."""
+    fitting = budget // (itemsize * max(rows, 1))
+    return vocab if fitting >= vocab else fitting // chunk * chunk
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that the device has free, with what PyTorch's allocator holds unused."""
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
+def cache_budget(option: int | str, device: torch.device, gradient_bytes: int) -> int:
+    """Bytes for the cache. gradient_bytes is what the backward will allocate beside it."""
+    if option != "auto":
+        return int(option)
+    if device.type != "cuda" or torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing():
+        return 0
+    return max(0, free_memory(device) - gradient_bytes) // 4
