@@ -1,0 +1,1 @@
+"""``python -m liger_entropy.demo``: train a small language model on real text and look at its entropy."""
