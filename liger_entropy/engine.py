@@ -228,6 +228,7 @@ class Gradients:
         need_x, need_weight, need_bias = needs
         self.problem = p
         self.given = t.weight is None
+        self.sum = None  # of the ranks' dx, under way
         self.products = None if self.given else p.buffer(p.products.accumulator, cached=False)
         self.gradient = None if self.given else p.buffer(p.products.gradient_dtype, cached=True)
         shape, dtype = p.x.shape, t.x.dtype if self.given else p.products.accumulator
@@ -259,14 +260,23 @@ class Gradients:
             return
         if self.dx is not None:
             p.products.add_input_gradient(g, p.weight(start, stop), self.dx, first=start == 0)
+            if stop == p.columns:
+                self.start_sum()
         if self.dw is not None:
             p.products.weight_gradient(g, p.x, out=self.dw[start:stop])
 
+    def start_sum(self) -> None:
+        """Add up the ranks' parts of dx, beside the last chunk's dw. An empty shard comes here without a chunk."""
+        if self.problem.settings.group and self.dx is not None and self.dx.numel() and not self.given:
+            self.sum = distributed.start_sum(self.dx, self.problem.settings.group)
+
     def finish(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         p, dx = self.problem, self.dx
+        if p.columns == 0:
+            self.start_sum()
+        if self.sum is not None:
+            self.sum.wait()
         if dx is not None:
-            if p.settings.group:
-                distributed.sum_ranks(dx, p.settings.group)
             dx = p.put(dx.to(p.tensors.x.dtype))
         return dx, self.dw, self.db
 

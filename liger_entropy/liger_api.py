@@ -34,6 +34,7 @@ def liger_cross_entropy(
     logit_scale: float = 1.0,
     process_group: Any = None,
     options: ComputeOptions | None = None,
+    vocab_size: int | None = None,
 ) -> Tensor | CrossEntropyOutput:
     """Liger's ``liger_cross_entropy`` on logits ``[T, V]``; see :func:`liger_entropy.cross_entropy` for the meaning.
 
@@ -45,8 +46,10 @@ def liger_cross_entropy(
         reduction, label_smoothing, lse_square_scale, entropy_coef,
         return_entropy_loss, return_z_loss, return_token_accuracy, return_predicted_tokens,
     )  # fmt: skip
-    call = Call(input, None, target, None, weight, ignore_index, softcap, logit_scale, temperature)
-    return fused_loss(call, target, loss_options, None, process_group, options)
+    call = Call(
+        input, None, target, None, weight, ignore_index, softcap, logit_scale, temperature, process_group, vocab_size
+    )
+    return fused_loss(call, loss_options, None, options)
 
 
 def liger_fused_linear_cross_entropy(
@@ -74,6 +77,8 @@ def liger_fused_linear_cross_entropy(
     logit_scale: float = 1.0,
     process_group: Any = None,
     options: ComputeOptions | None = None,
+    vocab_size: int | None = None,
+    reduction_group: Any = None,
 ) -> Tensor | CrossEntropyOutput:
     """Liger's ``liger_fused_linear_cross_entropy``; see :func:`liger_entropy.linear_cross_entropy` for the meaning.
 
@@ -86,11 +91,14 @@ def liger_fused_linear_cross_entropy(
         reduction, label_smoothing, lse_square_scale, entropy_coef,
         return_entropy_loss, return_z_loss, return_token_accuracy, return_predicted_tokens, use_token_scaling,
     )  # fmt: skip
-    call = Call(input, weight, target, bias, ce_weight, ignore_index, softcap, logit_scale, temperature)
+    call = Call(
+        input, weight, target, bias, ce_weight, ignore_index, softcap, logit_scale, temperature,
+        process_group, vocab_size,
+    )  # fmt: skip
     options = options or ComputeOptions()
     if chunk_mem_const > 1 and options.chunk_bytes == "auto":
         options = replace(options, chunk_bytes=max(1, chunk_mem_const * input.numel() * 4))
-    return fused_loss(call, target, loss_options, token_weight, process_group, options)
+    return fused_loss(call, loss_options, token_weight, options, reduction_group)
 
 
 def check_liger_arguments(accum_dtype, use_token_scaling, chunk_mem_const=1) -> None:

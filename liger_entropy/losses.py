@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import distributed
 from .planner import ComputeOptions
 from .token_statistics import Call, TokenStatistics, _check_float, _finite
 
@@ -83,6 +84,7 @@ def compose(
     ignore_index: int = -100,
     class_weight: Tensor | None = None,  # [V]
     token_weight: Tensor | None = None,  # [...]
+    reduction_group: str = "",  # name of the group of ranks over whose tokens sums and means run; "": this rank's
 ) -> CrossEntropyOutput:
     """The loss and its parts. Contract: means run over kept tokens; CE divides by ``sum token_weight class_weight[y]``,
     z-loss and H by ``sum token_weight``; a sum of weights of 0 gives 0; a token of weight 0 contributes exactly 0."""
@@ -95,7 +97,7 @@ def compose(
 
     def reduce(values: Tensor, denominator: Tensor, scaled: bool) -> Tensor:
         values = _product(weight, values if scale is None or not scaled else values * scale)
-        return _reduce(values, denominator, options.reduction)
+        return _reduce(values, denominator, options.reduction, reduction_group)
 
     ce = _cross_entropy(statistics, class_of_target, options.label_smoothing)
     loss = reduce(ce, weight if class_of_target is None else weight * class_of_target, True)
@@ -109,7 +111,7 @@ def compose(
     return CrossEntropyOutput(
         loss=loss,
         z_loss=z_loss if options.return_z_loss else None,
-        token_accuracy=_accuracy(statistics, target, kept, options) if options.return_token_accuracy else None,
+        token_accuracy=_accuracy(statistics, target, kept, options, reduction_group),
         predicted_tokens=statistics.prediction if options.return_predicted_tokens else None,
         entropy_loss=entropy if options.return_entropy_loss else None,
     )
@@ -131,41 +133,63 @@ def _product(weight: Tensor, values: Tensor) -> Tensor:
     return weight * torch.where(weight == 0, 0.0, values)
 
 
-def _reduce(values: Tensor, denominator: Tensor, reduction: str) -> Tensor:
+def _reduce(values: Tensor, denominator: Tensor, reduction: str, group: str) -> Tensor:
     if reduction == "none":
         return values
-    total = values.sum()
+    total, divisor = values.sum(), denominator.sum()
+    if group:
+        total, divisor = distributed.sum_over_ranks(torch.stack([total, divisor]), group).unbind()
     if reduction == "sum":
         return total
-    divisor = denominator.sum()
     # Dividing by inf gives the 0 with gradient 0 that the contract asks for when nothing is kept.
     return total / divisor.masked_fill(divisor == 0, float("inf"))
 
 
-def _accuracy(statistics: TokenStatistics, target: Tensor, kept: Tensor, options: LossOptions) -> Tensor:
-    correct = ((statistics.prediction == target) & kept).to(statistics.logprob.dtype)
-    return correct if options.reduction == "none" else correct.sum() / kept.sum().clamp(min=1)
+def _accuracy(
+    statistics: TokenStatistics, target: Tensor, kept: Tensor, options: LossOptions, group: str
+) -> Tensor | None:
+    if not options.return_token_accuracy:
+        return None
+    dtype = statistics.logprob.dtype
+    correct = ((statistics.prediction == target) & kept).to(dtype)
+    return _reduce(correct, kept.to(dtype), "none" if options.reduction == "none" else "mean", group)
 
 
 def fused_loss(
     call: Call,
-    target: Tensor,
     loss_options: LossOptions,
     token_weight: Tensor | None = None,
-    process_group: Any = None,
     options: ComputeOptions | None = None,
+    reduction_group: Any = None,
 ) -> Tensor | CrossEntropyOutput:
     """The one path of every entry point: statistics of a checked call, composed; a bare loss unless more was asked."""
-    if token_weight is not None:
-        token_weight = _checked_token_weight(token_weight, target)
-    statistics = call.statistics(options or ComputeOptions(), process_group, **loss_options.wanted)
+    with call.telling():
+        if token_weight is not None:
+            token_weight = _checked_token_weight(token_weight, call.labels)
+        tokens_of = _reduction_group(reduction_group, loss_options, call)
+    statistics = call.statistics(options or ComputeOptions(), **loss_options.wanted)
     output = compose(
-        statistics, target, loss_options,
-        ignore_index=call.ignore_index, class_weight=call.class_weight, token_weight=token_weight,
+        statistics, call.labels, loss_options, ignore_index=call.ignore_index, class_weight=call.class_weight,
+        token_weight=token_weight, reduction_group=tokens_of,
     )  # fmt: skip
     o = loss_options
     more = o.return_entropy_loss or o.return_z_loss or o.return_token_accuracy or o.return_predicted_tokens
     return output if more else output.loss
+
+
+def _reduction_group(group: Any, loss_options: LossOptions, call: Call) -> str:
+    """The group's name, "" without one."""
+    group = distributed.as_group("reduction_group", group)
+    if group is None:
+        return ""
+    if loss_options.reduction == "none":
+        raise ValueError("reduction_group: has no meaning with reduction='none', which sums over no tokens")
+    if call.group is not None and call.group.group_name == group.group_name:
+        raise ValueError(
+            "reduction_group: is the group that shares the vocabulary, whose ranks hold the same tokens; "
+            "its ranks must hold different ones"
+        )
+    return group.group_name
 
 
 def _checked_token_weight(token_weight, target: Tensor) -> Tensor:
@@ -201,6 +225,8 @@ def linear_cross_entropy(
     return_predicted_tokens: bool = False,
     process_group: Any = None,
     options: ComputeOptions | None = None,
+    vocab_size: int | None = None,
+    reduction_group: Any = None,
 ) -> Tensor | CrossEntropyOutput:
     """Cross-entropy of ``softmax(z)``, ``z = softcap(logit_scale (input weight^T + bias)) / temperature``, with entropy.
 
@@ -210,7 +236,7 @@ def linear_cross_entropy(
     Args:
         input: ``[..., D]``; linear_weight: ``[V, D]``; target: ``[...]``; linear_bias: ``[V]``; see
             :func:`linear_token_statistics` for these and for ignore_index, softcap, logit_scale, temperature,
-            process_group, options.
+            process_group, options, vocab_size.
         weight: ``[V]`` class weights, torch's rule: the mean of CE divides by ``sum token_weight weight[y]``. They leave
             the z-loss and H alone (Liger's rule).
         token_weight: one weight per token; multiplies CE, z-loss and H. A token of weight 0 has exactly zero gradient.
@@ -221,17 +247,26 @@ def linear_cross_entropy(
         entropy_coef: H is subtracted with this factor; positive keeps the distribution broad.
         return_entropy_loss, return_z_loss, return_token_accuracy, return_predicted_tokens: ask for a
             :class:`CrossEntropyOutput` with these fields instead of a bare loss.
+        reduction_group: ranks that hold different tokens (data, context or sequence parallel), or None: sums and means
+            run over this rank's tokens. With a group they run over the kept tokens of all its ranks, which all get the
+            same value. **The gradient carries the factor W, the number of its ranks**, which averaging the gradients
+            over the same ranks, as DDP and FSDP do, takes away: the average is the gradient of the mean over all
+            tokens. Where gradients are summed over the ranks instead, divide the loss by W. Every rank must call.
 
     Raises:
-        ValueError, TypeError, RuntimeError: as :func:`linear_token_statistics`; ValueError also for an unknown reduction, a
-            label_smoothing outside [0, 1] and a token_weight of the wrong size.
+        ValueError, TypeError, RuntimeError: as :func:`linear_token_statistics`; ValueError also for an unknown
+            reduction, a label_smoothing outside [0, 1], a token_weight of the wrong size, and a reduction_group that
+            shares the vocabulary or stands beside reduction "none".
     """
     loss_options = LossOptions(
         reduction, label_smoothing, lse_square_scale, entropy_coef,
         return_entropy_loss, return_z_loss, return_token_accuracy, return_predicted_tokens,
     )  # fmt: skip
-    call = Call(input, linear_weight, target, linear_bias, weight, ignore_index, softcap, logit_scale, temperature)
-    return fused_loss(call, target, loss_options, token_weight, process_group, options)
+    call = Call(
+        input, linear_weight, target, linear_bias, weight, ignore_index, softcap, logit_scale, temperature,
+        process_group, vocab_size,
+    )  # fmt: skip
+    return fused_loss(call, loss_options, token_weight, options, reduction_group)
 
 
 def cross_entropy(
@@ -254,14 +289,18 @@ def cross_entropy(
     return_predicted_tokens: bool = False,
     process_group: Any = None,
     options: ComputeOptions | None = None,
+    vocab_size: int | None = None,
 ) -> Tensor | CrossEntropyOutput:
     """:func:`linear_cross_entropy` on given ``logits [..., V]`` (classes last), whose gradient has the logits' dtype.
 
-    The logits are read once forward and once backward; they are never written to.
+    The logits are read once forward and once backward; they are never written to. With process_group every rank passes
+    its columns of the logits, and gets their gradient.
     """
     loss_options = LossOptions(
         reduction, label_smoothing, lse_square_scale, entropy_coef,
         return_entropy_loss, return_z_loss, return_token_accuracy, return_predicted_tokens,
     )  # fmt: skip
-    call = Call(logits, None, target, None, weight, ignore_index, softcap, logit_scale, temperature)
-    return fused_loss(call, target, loss_options, token_weight, process_group, options)
+    call = Call(
+        logits, None, target, None, weight, ignore_index, softcap, logit_scale, temperature, process_group, vocab_size
+    )
+    return fused_loss(call, loss_options, token_weight, options)

@@ -22,8 +22,8 @@ class LigerFusedLinearCrossEntropyLoss(_LigerFusedLinearCrossEntropyLoss):
     """Liger's module of that name, with entropy: ``module(lin_weight [V, D], input [..., D], target [...], bias [V])``.
 
     All arguments of Liger 0.8.5 in its order and meaning, then return_entropy_loss, and by keyword entropy_coef,
-    temperature, logit_scale, process_group and options; :func:`liger_entropy.linear_cross_entropy` says what they do,
-    what is differentiable and what is raised.
+    temperature, logit_scale, process_group, options, vocab_size and reduction_group;
+    :func:`liger_entropy.linear_cross_entropy` says what they do, what is differentiable and what is raised.
     """
 
     def __init__(
@@ -46,6 +46,8 @@ class LigerFusedLinearCrossEntropyLoss(_LigerFusedLinearCrossEntropyLoss):
         logit_scale: float = 1.0,
         process_group: Any = None,
         options: ComputeOptions | None = None,
+        vocab_size: int | None = None,
+        reduction_group: Any = None,
     ):
         torch.nn.Module.__init__(self)
         check_liger_arguments(accum_dtype, use_token_scaling)
@@ -67,6 +69,8 @@ class LigerFusedLinearCrossEntropyLoss(_LigerFusedLinearCrossEntropyLoss):
         self.logit_scale = logit_scale
         self.process_group = process_group
         self.options = options
+        self.vocab_size = vocab_size
+        self.reduction_group = reduction_group
 
     def forward(
         self,
@@ -82,7 +86,7 @@ class LigerFusedLinearCrossEntropyLoss(_LigerFusedLinearCrossEntropyLoss):
             self.use_token_scaling, self.return_token_accuracy, self.return_predicted_tokens, 1,
             self.return_entropy_loss, token_weight=token_weight, entropy_coef=self.entropy_coef,
             temperature=self.temperature, logit_scale=self.logit_scale, process_group=self.process_group,
-            options=self.options,
+            options=self.options, vocab_size=self.vocab_size, reduction_group=self.reduction_group,
         )  # fmt: skip
 
 
@@ -90,7 +94,7 @@ class LigerCrossEntropyLoss(_LigerCrossEntropyLoss):
     """Liger's module of that name, with entropy: ``module(logits [..., V], target [...])``.
 
     All arguments of Liger 0.8.5 in its order and meaning, then return_entropy_loss, and by keyword entropy_coef,
-    temperature, logit_scale, process_group and options; see :func:`liger_entropy.cross_entropy`.
+    temperature, logit_scale, process_group, options and vocab_size; see :func:`liger_entropy.cross_entropy`.
     """
 
     def __init__(
@@ -111,6 +115,7 @@ class LigerCrossEntropyLoss(_LigerCrossEntropyLoss):
         logit_scale: float = 1.0,
         process_group: Any = None,
         options: ComputeOptions | None = None,
+        vocab_size: int | None = None,
     ):
         torch.nn.Module.__init__(self)
         LossOptions(reduction, label_smoothing, lse_square_scale, entropy_coef)
@@ -129,6 +134,7 @@ class LigerCrossEntropyLoss(_LigerCrossEntropyLoss):
         self.logit_scale = logit_scale
         self.process_group = process_group
         self.options = options
+        self.vocab_size = vocab_size
 
     def forward(self, _input: Tensor, target: Tensor) -> Tensor | CrossEntropyOutput:
         return liger_cross_entropy(
@@ -136,7 +142,7 @@ class LigerCrossEntropyLoss(_LigerCrossEntropyLoss):
             self.label_smoothing, self.lse_square_scale, self.softcap, self.return_z_loss, self.return_token_accuracy,
             self.return_predicted_tokens, self.return_entropy_loss, entropy_coef=self.entropy_coef,
             temperature=self.temperature, logit_scale=self.logit_scale, process_group=self.process_group,
-            options=self.options,
+            options=self.options, vocab_size=self.vocab_size,
         )  # fmt: skip
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import ops, planner
+from . import distributed, dtensor, ops, planner
+from .distributed import Facts, Layout
 from .engine import Settings
 from .planner import ComputeOptions
 
@@ -45,6 +47,7 @@ def linear_token_statistics(
     temperature: float | Tensor | None = 1.0,
     process_group: Any = None,
     options: ComputeOptions | None = None,
+    vocab_size: int | None = None,
 ) -> TokenStatistics:
     """Log-probability, entropy and more of every token, without the ``[T, V]`` logits.
 
@@ -57,40 +60,63 @@ def linear_token_statistics(
             autocast dtype).
         target: ``[...]`` class indices of any integer dtype, as many as there are hidden states.
         linear_bias: ``[V]``, any float dtype; added in fp32.
-        class_weight: ``[V]`` weights c of smooth_logprob; not differentiable.
+        class_weight: ``[V]`` weights c of smooth_logprob, or one per row of a sharded weight; not differentiable.
         ignore_index: label of tokens that take no part; None means -100.
         softcap: c > 0, or None for none.
         logit_scale: factor on the logits before the softcap.
         temperature: > 0, a number or a tensor with one value per token; not differentiable. None means 1.
-        process_group: ranks that share the vocabulary, each with its rows of the weight; None: no sharding.
+        process_group: the ranks that share the vocabulary (a ProcessGroup or a DeviceMesh of one dimension), or None:
+            the weight is whole and nothing is communicated. Each rank passes its rows of weight and bias, in the order
+            of the ranks, of any number and also none, and the same input, target and options; all get the same result.
+            The gradient of input is complete on every rank, those of weight and bias are the rank's slices. The ranks
+            compare their arguments first and raise rather than wait for each other. A DTensor weight brings its group
+            along: ``Shard(0)`` on one dimension of its mesh, ``Replicate()`` on the others, with bias and input
+            DTensors that fit; gradients have the arguments' placements, and a plain input counts as replicated.
         options: :class:`ComputeOptions`.
+        vocab_size: V where the weight has more rows: those at the end are padding, without mass and with gradient 0,
+            whatever they hold. Worth giving with process_group: it tells a sharded weight from a whole one.
 
     Returns:
         TokenStatistics, each field in the target's shape.
 
     Raises:
-        ValueError: shapes that do not match, a label outside ``[0, V)`` that is not ignore_index, temperature or softcap
-            not positive, tensors on different devices.
+        ValueError: shapes that do not match, a label outside ``[0, V)`` that is not ignore_index, temperature or
+            softcap not positive, tensors on different devices, ranks of process_group whose arguments do not fit
+            together, a DTensor with other placements.
         TypeError: dtypes that do not fit, or a class_weight or temperature that requires grad.
-        RuntimeError: an explicit backend that cannot run; a second derivative.
+        RuntimeError: an explicit backend that cannot run; a second derivative; another rank of process_group raised.
     """
-    call = Call(input, linear_weight, target, linear_bias, class_weight, ignore_index, softcap, logit_scale, temperature)
-    return call.statistics(options or ComputeOptions(), process_group, entropy=True, smooth=True, prediction=True)
+    call = Call(
+        input, linear_weight, target, linear_bias, class_weight, ignore_index, softcap, logit_scale, temperature,
+        process_group, vocab_size,
+    )  # fmt: skip
+    return call.statistics(options or ComputeOptions(), entropy=True, smooth=True, prediction=True)
 
 
 class Call:
     """A checked call: tensors flattened to ``[T, ...]``. ``weight`` None: ``input`` holds given logits ``[..., V]``."""
 
     def __init__(
-        self, input, weight, target, bias, class_weight, ignore_index, softcap, logit_scale, temperature
+        self, input, weight, target, bias, class_weight, ignore_index, softcap, logit_scale, temperature,
+        process_group=None, vocab_size=None,
     ):  # fmt: skip
-        self.shape = tuple(target.shape) if isinstance(target, Tensor) else ()
-        _check_tensors(input, weight, target, bias, class_weight)
-        self.vocab = input.shape[-1] if weight is None else weight.shape[0]
-        self.input = input.reshape(-1, input.shape[-1])
-        self.weight, self.bias = weight, bias
-        self.class_weight = class_weight
-        self.target = target.reshape(-1).to(torch.int64)
+        local = dtensor.localise(input, weight, target, bias, class_weight, process_group)
+        self.group, self.position = local.group, local.position
+        self.input, self.weight, self.target, self.bias, self.class_weight = local[:5]
+        with self.telling():
+            self._check(ignore_index, softcap, logit_scale, temperature, vocab_size)
+
+    def telling(self):
+        """Checks in here: their errors reach the ranks that share the vocabulary, which would wait for this one."""
+        return nullcontext() if self.group is None else distributed.telling(self.group, self.target)
+
+    def _check(self, ignore_index, softcap, logit_scale, temperature, vocab_size) -> None:
+        _check_tensors(self.input, self.weight, self.target, self.bias, self.class_weight, self.group is not None)
+        self.labels, self.shape = self.target, tuple(self.target.shape)
+        self.rows = self.input.shape[-1] if self.weight is None else self.weight.shape[0]
+        self.vocab_size = 0 if vocab_size is None else _vocab_size(vocab_size)
+        self.input = self.input.reshape(self.target.numel(), self.input.shape[-1])
+        self.target = self.target.reshape(-1).to(torch.int64)
         self.ignore_index = -100 if ignore_index is None else _integer("ignore_index", ignore_index)
         self.softcap = 0.0 if softcap is None else _positive("softcap", softcap)
         self.logit_scale = _finite("logit_scale", logit_scale)
@@ -99,30 +125,64 @@ class Call:
             self.temperature = _temperature(temperature, self.target)
         elif temperature is not None:
             self.inverse_temperature = 1.0 / _positive("temperature", temperature)
+        self.dtype = _product_dtype(self.input, self.weight)
 
-    def statistics(
-        self, options: ComputeOptions, process_group, *, entropy: bool, smooth: bool, prediction: bool
-    ) -> TokenStatistics:
-        """Run the operator; a statistic that is not wanted comes back empty."""
-        dtype = _product_dtype(self.input, self.weight)
-        backend = planner.choose_backend(options.backend, self.input.device, dtype)
-        order, count = self._inspect(options)
-        chunk, cache = self._plan(options, backend, dtype, len(self.target) if order is None else len(order))
+    def statistics(self, options: ComputeOptions, *, entropy: bool, smooth: bool, prediction: bool) -> TokenStatistics:
+        """Run the operator; a statistic that is not wanted comes back empty. class_weight is all of it from here on."""
+        with self.telling():
+            backend = planner.choose_backend(options.backend, self.input.device, self.dtype)
+        layout = self._agree((entropy, smooth, prediction))
+        class_weight = self._shard_class_weight(layout)
+        order, count = self._inspect(options, layout.vocab_size)
+        columns = max(0, min(self.rows, layout.vocab_size - layout.start))
+        chunk, cache = self._plan(options, backend, columns, len(self.target) if order is None else len(order))
         settings = Settings(
-            self.ignore_index, 0, self.vocab, self.logit_scale, self.softcap, self.inverse_temperature, dtype, backend,
-            chunk, cache, entropy, smooth, prediction, "",
+            self.ignore_index, layout.start, layout.vocab_size, self.logit_scale, self.softcap,
+            self.inverse_temperature, self.dtype, backend, chunk, cache, entropy, smooth, prediction, layout.group,
         )  # fmt: skip
         outputs = ops.token_statistics(
-            self.input, self.weight, self.target, self.bias, self.class_weight, self.temperature, order, count, *settings
+            self.input, self.weight, self.target, self.bias, class_weight, self.temperature, order, count, *settings
         )
         return TokenStatistics(*(o.view(self.shape) if o.numel() == len(self.target) else o for o in outputs[:5]))
 
-    def _inspect(self, options: ComputeOptions) -> tuple[Tensor | None, Tensor | None]:
+    def _agree(self, wanted: tuple[bool, bool, bool]) -> Layout:
+        """Where the rows lie in the vocabulary, agreed with the ranks that share it."""
+        facts = Facts(
+            position=self.position,
+            rows=self.rows,
+            class_weights=0 if self.class_weight is None else len(self.class_weight) + 1,
+            vocab_size=self.vocab_size,
+        )
+        if self.group is None:
+            return distributed.alone(facts)
+        gradient = self.weight is not None and self.input.requires_grad and torch.is_grad_enabled()
+        facts = facts._replace(
+            tokens=len(self.target),
+            hidden=0 if self.weight is None else self.input.shape[1],
+            needs_input_gradient=int(gradient),
+        )
+        scalars = (self.ignore_index, self.softcap, self.logit_scale, self.inverse_temperature, str(self.dtype))
+        return distributed.agree(self.group, facts, (*scalars, self.temperature is None, *wanted), self.target)
+
+    def _shard_class_weight(self, layout: Layout) -> Tensor | None:
+        """The weights of this rank's rows. Given ones are all [V], or one per row of every rank's weight."""
+        c, sizes = self.class_weight, layout.class_weights
+        if c is None and all(size == -1 for size in sizes):
+            return None
+        if c is None or not (all(size == layout.vocab_size for size in sizes) or sizes == layout.rows):
+            held = " and ".join("none" if size == -1 else f"({size},)" for size in sizes)
+            raise ValueError(f"class_weight: expected shape ({layout.vocab_size},), one value per class, got {held}")
+        if any(size != layout.vocab_size for size in sizes):
+            c = (distributed.gather_columns(c, layout) if layout.group else c)[: layout.vocab_size]
+        self.class_weight = c
+        return c[layout.start : layout.start + self.rows]
+
+    def _inspect(self, options: ComputeOptions, vocab_size: int) -> tuple[Tensor | None, Tensor | None]:
         """order and count of the kept rows (None: all), after checking the labels."""
         if not (options.skip_ignored or options.check_labels):
             return None, None
         order, count = ops.inspect_rows(
-            self.target, self.temperature, self.ignore_index, self.vocab, options.check_labels
+            self.target, self.temperature, self.ignore_index, vocab_size, options.check_labels
         )
         if not options.skip_ignored or self.weight is None:
             return None, None
@@ -131,38 +191,40 @@ class Call:
         kept = int(count)
         return (None, None) if kept == len(self.target) else (order[:kept], count)
 
-    def _plan(self, options: ComputeOptions, backend: str, dtype: torch.dtype, rows: int) -> tuple[int, int]:
+    def _plan(self, options: ComputeOptions, backend: str, columns: int, rows: int) -> tuple[int, int]:
         """Columns of a chunk and of the cache."""
         if self.weight is None:
-            return self.vocab, 0
-        chunk = planner.chunk_columns(rows, self.vocab, backend, options.chunk_bytes)
+            return columns, 0
+        chunk = planner.chunk_columns(rows, columns, backend, options.chunk_bytes)
         if not torch.is_grad_enabled():
             return chunk, 0
         gradients = self.weight.numel() * self.weight.element_size() + 3 * self.input.numel() * 4 + rows * chunk * 4
         budget = planner.cache_budget(options.cache_bytes, self.input.device, gradients)
-        return chunk, planner.cache_columns(rows, self.vocab, chunk, budget, dtype.itemsize)
+        return chunk, planner.cache_columns(rows, columns, chunk, budget, self.dtype.itemsize)
 
 
-def _check_tensors(input, weight, target, bias, class_weight) -> None:
-    """Types, dtypes, devices and shapes, before any work."""
+def _check_tensors(input, weight, target, bias, class_weight, sharded: bool) -> None:
+    """Types, dtypes, devices and shapes, before any work. A shard of the vocabulary may be empty."""
     name = "logits" if weight is None else "input"
     _check_float(name, input)
     if not isinstance(target, Tensor) or target.dtype not in _INTEGERS:
         kind = target.dtype if isinstance(target, Tensor) else type(target).__name__
         raise TypeError(f"target: expected an integer tensor of class indices, got {kind}")
-    if input.ndim < 1 or input.numel() // max(input.shape[-1], 1) != target.numel() or input.shape[-1] == 0:
+    empty = input.ndim > 0 and input.shape[-1] == 0 and not (sharded and weight is None)
+    if input.ndim < 1 or math.prod(input.shape[:-1]) != target.numel() or empty:
         raise ValueError(
             f"target: {name} of shape {tuple(input.shape)} holds one row per token, "
             f"but target has shape {tuple(target.shape)}"
         )
     if weight is not None:
-        _check_weight(input, weight)
-    vocab = input.shape[-1] if weight is None else weight.shape[0]
+        _check_weight(input, weight, sharded)
     for label, vector in (("linear_bias", bias), ("class_weight", class_weight)):
         if vector is not None:
             _check_float(label, vector)
-            if tuple(vector.shape) != (vocab,):
-                raise ValueError(f"{label}: expected shape ({vocab},), one value per class, got {tuple(vector.shape)}")
+            # How many class weights there must be depends on the other ranks, see Call._shard_class_weight.
+            size = len(vector) if vector is class_weight and vector.ndim == 1 else weight.shape[0]
+            if tuple(vector.shape) != (size,):
+                raise ValueError(f"{label}: expected shape ({size},), one value per class, got {tuple(vector.shape)}")
     if class_weight is not None and class_weight.requires_grad:
         raise TypeError("class_weight: requires grad, but the loss is not differentiable in it; pass it detached")
     for label, tensor in (("linear_weight", weight), ("target", target), ("linear_bias", bias), ("class_weight", class_weight)):
@@ -176,9 +238,9 @@ def _check_float(name: str, tensor) -> None:
         raise TypeError(f"{name}: expected a float16, bfloat16, float32 or float64 tensor, got {kind}")
 
 
-def _check_weight(input: Tensor, weight: Tensor) -> None:
+def _check_weight(input: Tensor, weight: Tensor, sharded: bool) -> None:
     _check_float("linear_weight", weight)
-    if weight.ndim != 2 or weight.shape[1] != input.shape[-1] or weight.shape[0] == 0:
+    if weight.ndim != 2 or weight.shape[1] != input.shape[-1] or (weight.shape[0] == 0 and not sharded):
         hint = "; a flat or empty weight is a shard of FSDP or ZeRO-3: call the loss where the parameter is gathered"
         raise ValueError(
             f"linear_weight: expected shape [V, {input.shape[-1]}] to fit an input of shape {tuple(input.shape)}, "
@@ -207,6 +269,12 @@ def _positive(name: str, value) -> float:
 def _integer(name: str, value) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name}: expected an integer, got {type(value).__name__}")
+    return value
+
+
+def _vocab_size(value) -> int:
+    if _integer("vocab_size", value) < 1:
+        raise ValueError(f"vocab_size: expected an integer >= 1, got {value}")
     return value
 
 

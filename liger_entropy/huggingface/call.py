@@ -54,7 +54,7 @@ class Request:
         # outer * tanh(inner * z) is the softcap c tanh(scale z / c) with c = outer and scale = inner * outer.
         softcap, scale = (recipe.outer, recipe.inner * recipe.outer) if recipe.capped else (None, recipe.inner)
         call = Call(hidden, weight, self.target, bias, self.class_weight, self.ignore_index, softcap, scale, None)
-        return statistics_tuple(call.statistics(self.options, None, **self.wanted))
+        return statistics_tuple(call.statistics(self.options, **self.wanted))
 
 
 class HeadCall:
@@ -168,7 +168,7 @@ class HeadCall:
         target, weight, ignore_index, options, wanted = request
         value = logits.materialise("the classes are not where cross_entropy expects them").movedim(axis, -1)
         call = Call(value, None, target, None, weight, ignore_index, None, 1.0, None)
-        return call.statistics(options, None, **wanted)
+        return call.statistics(options, **wanted)
 
     def _keep(self, statistics: TokenStatistics, output: Any, options: LossOptions, kept: Tensor) -> None:
         """Sums are divided by the number of items where the caller gave one, as the model does with its loss."""
