@@ -49,11 +49,14 @@ class Request:
 
     def statistics(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
         recipe, (start, stop) = self.recipe, self.recipe.columns
-        if (start, stop) != (0, weight.shape[0]):
+        if start:
             weight, bias = weight[start:stop], None if bias is None else bias[start:stop]
         # outer * tanh(inner * z) is the softcap c tanh(scale z / c) with c = outer and scale = inner * outer.
         softcap, scale = (recipe.outer, recipe.inner * recipe.outer) if recipe.capped else (None, recipe.inner)
-        call = Call(hidden, weight, self.target, bias, self.class_weight, self.ignore_index, softcap, scale, None)
+        call = Call(
+            hidden, weight, self.target, bias, self.class_weight, self.ignore_index, softcap, scale, None,
+            vocab_size=stop - start,
+        )  # fmt: skip
         return statistics_tuple(call.statistics(self.options, **self.wanted))
 
 
@@ -73,13 +76,12 @@ class HeadCall:
         self.accuracy, self.scaling = return_token_accuracy, use_token_scaling
         self.nodes: list[DeferredLogits] = []
         self.parts: dict[str, Tensor] = {}  # of the first loss: entropy_loss, logprob, entropy, token_accuracy
-        self.autocast: tuple[bool, torch.dtype] | None = None
 
     def meet(self, head: DeferringHead, args: tuple, kwargs: dict) -> DeferredLogits:
         """The model calls its head."""
-        reason = (
-            head.refusal() if len(args) == 1 and not kwargs else "the output embedding takes more than hidden states"
-        )
+        reason = head.refusal()
+        if len(args) != 1 or kwargs:
+            reason = "the output embedding is called with more than the hidden states"
         if self.fuse and reason is None:
             return self._defer(head, args[0])
         if reason is not None and self.fuse:
@@ -88,30 +90,22 @@ class HeadCall:
         return DeferredLogits(self, value=logits) if isinstance(logits, Tensor) else logits
 
     def _defer(self, head: Any, hidden: Tensor) -> DeferredLogits:
-        device = hidden.device.type
-        self.autocast = (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
-        enabled, dtype = self.autocast
-        recipe = Recipe(head, hidden, hidden.ndim - 1, (0, head.out_features), dtype if enabled else hidden.dtype)
-        return DeferredLogits(self, recipe)
+        enabled, dtype = autocast = _autocast_state(hidden)
+        dtype = dtype if enabled else hidden.dtype
+        return DeferredLogits(self, Recipe(head, hidden, hidden.ndim - 1, (0, head.out_features), dtype, autocast))
 
     def logits(self, recipe: Recipe) -> Tensor:
-        with self._autocast(recipe.hidden):
+        with _autocast(recipe):
             return recipe.head.call_plainly(recipe.hidden)  # type: ignore[operator]
 
-    def _autocast(self, hidden: Tensor) -> torch.autocast:
-        """As it was where the model called its head."""
-        assert self.autocast is not None
-        enabled, dtype = self.autocast
-        return torch.autocast(hidden.device.type, dtype=dtype, enabled=enabled)
-
     def note(self, reason: str) -> None:
-        """Warn, once per model and reason, that the logits are computed."""
-        if reason not in self.patch.noted:
+        """Warn, once per model and reason (or per compilation), that the logits are computed."""
+        text = f"liger_entropy: the loss of {self.model_name} is right but not fused; its logits are computed: {reason}"
+        if torch.compiler.is_compiling():
+            _warn_while_tracing(text)
+        elif reason not in self.patch.noted:
             self.patch.noted.add(reason)
-            warnings.warn(
-                f"liger_entropy: the loss of {self.model_name} is right but not fused, its logits are computed: {reason}",
-                stacklevel=2,
-            )
+            warnings.warn(text, stacklevel=2)
 
     def cross_entropy(
         self,
@@ -132,8 +126,8 @@ class HeadCall:
         if target.is_floating_point() or list(target.shape) != rows:  # class probabilities, or torch's own error
             if self.patch.changes_loss:
                 raise ValueError(
-                    f"{self.model_name}: entropy_coef, label_smoothing and lse_square_scale need a loss on class indices, "
-                    f"but it takes {target.dtype} of shape {tuple(target.shape)} for logits of shape {tuple(logits.shape)}"
+                    f"{self.model_name}: entropy_coef, label_smoothing and lse_square_scale need a loss on class "
+                    f"indices, but it takes {target.dtype} {tuple(target.shape)} for logits {tuple(logits.shape)}"
                 )
             value = logits.materialise("a loss that is not on class indices")
             return F.cross_entropy(value, target, weight, None, ignore_index, None, reduction, label_smoothing)
@@ -161,7 +155,7 @@ class HeadCall:
             return None
         hidden = recipe.hidden.movedim(axis, -1)
         recipe = replace(recipe, hidden=hidden, axis=hidden.ndim - 1)
-        with self._autocast(hidden):
+        with _autocast(recipe):
             return TokenStatistics(*recipe.head(hidden, liger_entropy_request=Request(recipe, *request)))
 
     def _from_logits(self, logits: DeferredLogits, axis: int, request: tuple) -> TokenStatistics:
@@ -194,6 +188,23 @@ class HeadCall:
         reason = "it is not taken by torch.nn.functional.cross_entropy from the output embedding's logits"
         if self.patch.changes_loss:
             raise RuntimeError(
-                f"{self.model_name}: entropy_coef, label_smoothing and lse_square_scale cannot be applied to its loss: {reason}"
+                f"{self.model_name}: entropy_coef, label_smoothing and lse_square_scale cannot be applied to its loss, "
+                f"because {reason}"
             )
         self.note(reason)
+
+
+def _autocast_state(hidden: Tensor) -> tuple[bool, torch.dtype]:
+    device = hidden.device.type
+    return torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+
+
+def _autocast(recipe: Recipe) -> torch.autocast:
+    """As it was where the model called its head."""
+    enabled, dtype = recipe.autocast
+    return torch.autocast(recipe.hidden.device.type, dtype=dtype, enabled=enabled)
+
+
+@torch.compiler.assume_constant_result
+def _warn_while_tracing(text: str) -> None:
+    warnings.warn(text, stacklevel=2)

@@ -1,7 +1,7 @@
 """Changing one instance's behaviour by giving it a class of its own, derived from the one it has.
 
-Nothing is stored on the instance or its original class, so state dicts, other instances and isinstance are unaffected,
-and a bound method stays a bound method: copy.deepcopy, accelerate's re-binding of forward and PEFT see what they expect.
+State dicts, other instances and isinstance are unaffected; forward stays a bound method: copy.deepcopy, accelerate's
+re-binding of forward and PEFT see what they expect.
 """
 
 from __future__ import annotations

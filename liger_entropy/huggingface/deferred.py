@@ -74,11 +74,8 @@ class DeferredLogits:
     def recipe(self) -> Recipe | None:
         """None once the logits exist: what can still happen to them in place is not in the recipe."""
         source = self._source
-        exist = (
-            self._value is not None
-            or source is not None
-            and any(isinstance(a, DeferredLogits) and a.recipe is None for a in source[1])
-        )
+        sources = [] if source is None else [a for a in source[1] if isinstance(a, DeferredLogits)]
+        exist = self._value is not None or any(a.recipe is None for a in sources)
         return None if exist else self._recipe
 
     @property
@@ -135,7 +132,7 @@ def _record(name: str, func: Callable, args: tuple, kwargs: dict) -> DeferredLog
 
 
 def _compute(name: str, func: Callable, args: tuple, kwargs: dict) -> Any:
-    found = _deferred(args) or _deferred(kwargs)
+    found = _deferred((args, kwargs))
     assert found is not None
     if _in_place(name, kwargs):
         for node in list(found._call.nodes):  # while they still hold what they held
@@ -182,12 +179,13 @@ def _operator(name: str):
     return method
 
 
-_BINARY = "add sub mul truediv floordiv mod pow matmul and or xor".split()
+_BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor")
 _IN_PLACE = {f"__i{name}__" for name in _BINARY if hasattr(Tensor, f"__i{name}__")} | {"__setitem__"}
-_OTHERS = "neg pos abs invert eq ne lt le gt ge getitem iter contains bool float int index array".split()
+_OTHERS = ("neg", "pos", "abs", "invert", "eq", "ne", "lt", "le", "gt", "ge", "getitem", "iter", "contains", "array")
+_CONVERSIONS = ("bool", "float", "int", "index", "complex")
 for _name in (
     *(f"__{side}{name}__" for name in _BINARY for side in ("", "r")),
-    *(f"__{name}__" for name in _OTHERS),
+    *(f"__{name}__" for name in _OTHERS + _CONVERSIONS),
     *_IN_PLACE,
 ):
     if hasattr(Tensor, _name):

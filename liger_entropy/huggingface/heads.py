@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from .classes import derived_class
+from .parallel import lays_out, lays_out_logits, statistics_call, style_of
 
 if TYPE_CHECKING:
     from .call import HeadCall, Request
@@ -24,9 +25,17 @@ class DeferringHead:
     """
 
     _liger_entropy_call: HeadCall | None = None
+    _liger_entropy_linear: bool  # the class has nn.Linear's forward
+
+    @staticmethod
+    def namespace_for(original: Any) -> dict[str, Any]:
+        return {"_liger_entropy_linear": original.forward is nn.Linear.forward}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call = self._liger_entropy_call
+        if "liger_entropy_request" in kwargs and lays_out(self):  # type: ignore[arg-type]
+            with statistics_call(self, args[0]) as hidden:  # type: ignore[arg-type]
+                return self.call_plainly(hidden, **kwargs)
         if call is None or "liger_entropy_request" in kwargs:
             return self.call_plainly(*args, **kwargs)
         return call.meet(self, args, kwargs)
@@ -45,9 +54,9 @@ class DeferringHead:
         name = type(self).__name__
         if not isinstance(self, nn.Linear):
             return f"the output embedding is a {name}, not an nn.Linear"
-        if super().forward.__func__ is not nn.Linear.forward or "forward" in self.__dict__:  # type: ignore[misc]
+        if not self._liger_entropy_linear or ("forward" in self.__dict__ and style_of(self) is None):
             return f"the output embedding ({name}) has a forward of its own"
-        if any(not _gathers(hook) for hook in self._forward_hooks.values()):
+        if any(not (_gathers(hook) or lays_out_logits(hook)) for hook in self._forward_hooks.values()):
             return "the output embedding has a forward hook, which must see logits"
         return None
 
@@ -110,6 +119,5 @@ def _only_vocabulary_linear(model: nn.Module) -> nn.Module | None:
 
 def statistics_tuple(statistics: Any) -> tuple[Tensor, ...]:
     """A plain tuple: the hooks of FSDP and ZeRO look for tensors in tuples, lists and dicts."""
-    return (
-        statistics.logprob, statistics.entropy, statistics.lse, statistics.smooth_logprob, statistics.prediction
-    )  # fmt: skip
+    s = statistics
+    return s.logprob, s.entropy, s.lse, s.smooth_logprob, s.prediction

@@ -32,11 +32,12 @@ def apply_liger_entropy(
     """Patch this instance, in place, and return it.
 
     The model's own forward runs. What its code does to the logits (scale, softcap, cast, slice, shift) is recorded, and
-    where they meet ``F.cross_entropy`` the fused operator runs instead, inside a call of the output embedding. Code that
-    does anything else to them gets the true logits: the loss is then right but not fused, and a warning says why once.
-    Without labels nothing changes. Works on any module that calls ``lm_head`` (or what ``get_output_embeddings()``
-    gives) and takes its loss from ``F.cross_entropy`` or ``nn.CrossEntropyLoss``, on models wrapped by PEFT, DDP, FSDP2 or
-    ``torch.compile`` before or after; the whole model compiles with ``fullgraph=True`` where the unpatched one does.
+    where they meet ``F.cross_entropy`` the fused operator runs instead, inside a call of the output embedding. Code
+    that does anything else to them gets the true logits: the loss is then right but not fused, and a warning says why,
+    once. Without labels nothing changes. Works on any module that calls ``lm_head`` (or what
+    ``get_output_embeddings()`` gives) and takes its loss from ``F.cross_entropy`` or ``nn.CrossEntropyLoss``; PEFT, DDP,
+    FSDP2 and ``torch.compile`` may come before or after. ``torch.compile`` traces through the patch: a model that
+    compiles without graph breaks still does.
 
     Args:
         model: a causal language model, or a wrapper (PEFT, DDP, ``torch.compile``) of one.
@@ -44,20 +45,22 @@ def apply_liger_entropy(
             eval, with the model's own rule for means and ``num_items_in_batch`` applied to every part.
         label_smoothing: used where the model's own loss has none.
         lse_square_scale: see entropy_coef.
-        token_statistics: also give ``outputs.token_logprobs`` and ``outputs.token_entropy``, fp32, nats, differentiable,
-            shaped like the labels: position t speaks of label t+1, the last is 0. With ``shift_labels`` positions are as
-            given. Ignored positions are 0.
-        liger_kernels: also apply Liger's RMSNorm, RoPE and SwiGLU kernels where a CUDA device and a supported family allow.
+        token_statistics: also give ``outputs.token_logprobs`` and ``outputs.token_entropy``: fp32, nats,
+            differentiable, shaped like the labels. Position t speaks of label t+1, the last is 0; with
+            ``shift_labels`` positions are as given. Ignored positions are 0.
+        liger_kernels: also apply Liger's RMSNorm, RoPE and SwiGLU kernels where a CUDA device and a supported family
+            allow; elsewhere a warning says that nothing was done.
         options: :class:`ComputeOptions`.
 
     The patched forward also takes
-        skip_logits: True: ``outputs.logits`` is None; False: the logits, which are then computed. Default: True in training
-            mode, False in eval mode. Ignored without a loss: logits are always given then.
+        skip_logits: True: ``outputs.logits`` is None; False: the logits, which are then computed. Default: True in
+            training mode, False in eval mode. Where the loss was not fused the logits exist and are given.
         return_token_accuracy: True: ``outputs.token_accuracy``, the fraction of kept tokens predicted right.
         use_token_scaling: True: each token's loss is scaled by its detached probability, as in Liger.
 
-    ``outputs.entropy_loss`` (H under the reduction of the model's loss, a differentiable fp32 scalar) is an attribute of
-    every output that has a loss from ``F.cross_entropy``; it is not an item, and a tuple (``return_dict=False``) has none.
+    ``outputs.entropy_loss`` is H under the reduction of the model's loss, a differentiable fp32 scalar, on every output
+    that has a loss from ``F.cross_entropy`` (of the first, where there are several). It is an attribute, not an item;
+    a tuple (``return_dict=False``) has none.
 
     Raises:
         TypeError: the model has no output embedding to fuse (an encoder, a bare layer, several heads in a list).
@@ -69,8 +72,8 @@ def apply_liger_entropy(
     head = find_head(target)
     if "forward" in target.__dict__:
         raise ValueError(
-            f"model: forward was already replaced on this {type(target).__name__} (accelerator.prepare, a device map over "
-            "several devices, or another patch), which would bypass this one: call apply_liger_entropy before that"
+            f"model: forward was already replaced on this {type(target).__name__} (accelerator.prepare, a device map "
+            "over several devices, or another patch), which would bypass this one: call apply_liger_entropy before that"
         )
     patch = Patch(entropy_coef, label_smoothing, lse_square_scale, token_statistics, options or ComputeOptions())
     target._liger_entropy = patch  # type: ignore[assignment]
@@ -115,14 +118,9 @@ def _unwrapped(model: nn.Module) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
     while True:
-        if callable(getattr(model, "get_base_model", None)):  # PEFT
-            inner = model.get_base_model()  # type: ignore[operator]
-        else:  # torch.compile; DDP and FSDP1
-            inner = (
-                model._modules.get("_orig_mod")
-                or model._modules.get("module")
-                or model._modules.get("_fsdp_wrapped_module")
-            )
+        base = getattr(model, "get_base_model", None)  # PEFT
+        wrapped = (model._modules.get(name) for name in ("_orig_mod", "module", "_fsdp_wrapped_module"))
+        inner = base() if callable(base) else next((m for m in wrapped if m is not None), None)
         if not isinstance(inner, nn.Module):
             return model
         model = inner

@@ -1,8 +1,8 @@
 """What model code does to logits, recorded on the hidden states instead.
 
-A :class:`Recipe` describes logits that do not exist: ``transform(hidden weight[columns]^T + bias[columns])``. Every rule
-takes a recipe and the arguments of one torch function and gives the recipe of the result, or None where the function
-is not one that a recipe can express.
+A :class:`Recipe` describes logits that do not exist: ``transform(hidden weight[columns]^T + bias[columns])``. Every
+rule takes a recipe and the arguments of one torch function and gives the recipe of the result, or None where the
+function is not one that a recipe can express.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ class Recipe:
     axis: int
     columns: tuple[int, int]  # the classes taken, [start, stop)
     dtype: torch.dtype
+    autocast: tuple[bool, torch.dtype]  # where the model called its head
     inner: float = 1.0  # z = outer * tanh(inner * logits) if capped, else inner * logits
     outer: float = 1.0
     capped: bool = False
@@ -153,7 +154,7 @@ def index(recipe: Recipe, key: Any) -> Recipe | None:
     *rows, last = keys
     if not isinstance(last, slice) or sum(isinstance(k, Tensor) for k in rows) > 1:
         return None
-    if not all(k is None or isinstance(k, (int, slice, Tensor)) and not isinstance(k, bool) for k in rows):
+    if not all(k is None or (isinstance(k, (int, slice, Tensor)) and not isinstance(k, bool)) for k in rows):
         return None
     start, stop, step = last.indices(recipe.classes)
     if step != 1 or stop <= start:
