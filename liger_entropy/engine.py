@@ -43,8 +43,9 @@ class Settings(NamedTuple):
     inverse_temperature: float
     dtype: torch.dtype  # of the products' operands
     backend: str
-    chunk_columns: int
-    cache_columns: int  # leading columns whose logits are kept for the backward, a multiple of chunk_columns or all
+    forward_columns: int  # of a chunk in the forward
+    backward_columns: int  # of a chunk that the backward recomputes
+    cache_columns: int  # leading columns whose logits are kept for the backward: whole forward chunks, or all
     entropy: bool  # which of the optional statistics are wanted
     smooth: bool
     prediction: bool
@@ -86,7 +87,7 @@ class Problem:
         self.x = x if tensors.weight is None else self.products.operand(x)  # [R, D], or logits [R, V]
         self.target = self.pick(_coded(tensors.target, settings))  # [R]
         self.transform = self._transform()
-        self.chunks = self._chunks()
+        self.columns = self._columns()
 
     def pick(self, values: Tensor) -> Tensor:
         return values if self.index is None else values.index_select(0, self.index)
@@ -104,16 +105,26 @@ class Problem:
             temperature = self.pick(temperature).to(self.products.accumulator)[:, None]
         return Transform(s.logit_scale, s.softcap, s.inverse_temperature, temperature)
 
-    def _chunks(self) -> list[tuple[int, int]]:
+    def _columns(self) -> int:
+        """Classes that this call's weight (or logits) has: all its rows but the padding; 0 without tokens."""
         weight, s = self.tensors.weight, self.settings
         size = self.x.shape[1] if weight is None else weight.shape[0]
-        size = max(0, min(size, s.vocab_size - s.vocab_start))
-        step = size if weight is None else s.chunk_columns
-        return [(c, min(c + step, size)) for c in range(0, size, max(step, 1))] if len(self.x) else []
+        return max(0, min(size, s.vocab_size - s.vocab_start)) if len(self.x) else 0
 
-    @property
-    def columns(self) -> int:
-        return self.chunks[-1][1] if self.chunks else 0
+    def forward_chunks(self) -> list[tuple[int, int]]:
+        if self.tensors.weight is None:
+            return _steps(0, self.columns, self.columns)
+        return _steps(0, self.columns, self.settings.forward_columns)
+
+    def backward_chunks(self) -> list[tuple[int, int]]:
+        """Cached columns first, in wide chunks: there the memory is spent already, and every chunk reads and writes
+        dx once. An eighth of the cache costs an eighth more memory and leaves 8 passes over dx."""
+        if self.tensors.weight is None:
+            return _steps(0, self.columns, self.columns)
+        s, block = self.settings, self.backend.BLOCK_COLUMNS
+        cached = min(s.cache_columns, self.columns)
+        wide = max(s.backward_columns, self.blocks(cached // 8) * block)
+        return _steps(0, cached, wide) + _steps(cached, self.columns, s.backward_columns)
 
     def blocks(self, columns: int) -> int:
         return -(-columns // self.backend.BLOCK_COLUMNS)
@@ -124,9 +135,9 @@ class Problem:
     def cached(self, stop: int) -> bool:
         return stop <= self.settings.cache_columns
 
-    def buffer(self, dtype: torch.dtype, cached: bool) -> Tensor:
-        """A flat buffer for the widest of the chunks that are (not) cached."""
-        widest = max((stop - start for start, stop in self.chunks if self.cached(stop) == cached), default=0)
+    def buffer(self, dtype: torch.dtype, chunks: list[tuple[int, int]]) -> Tensor:
+        """A flat buffer that serves each of the chunks in turn."""
+        widest = max((stop - start for start, stop in chunks), default=0)
         return self.x.new_empty(len(self.x) * widest, dtype=dtype)
 
     def part(self, vector: Tensor | None, start: int, stop: int) -> Tensor | None:
@@ -142,6 +153,10 @@ class Problem:
         if buffer is None:
             return self.x[:, start:stop]
         return self.products.logits(self.x, self.weight(start, stop), out=_shaped(buffer, len(self.x), stop - start))
+
+
+def _steps(start: int, stop: int, step: int) -> list[tuple[int, int]]:
+    return [(c, min(c + step, stop)) for c in range(start, stop, max(step, 1))]
 
 
 def _shaped(buffer: Tensor, rows: int, columns: int) -> Tensor:
@@ -175,21 +190,17 @@ def forward(tensors: Tensors, settings: Settings) -> tuple[list[Tensor | None], 
 
 
 def _partials(problem: Problem, cache: Tensor) -> Tensor:  # [blocks, FIELDS, R]
-    p, rows = problem, len(problem.x)
+    p, rows, chunks = problem, len(problem.x), problem.forward_chunks()
     partials = p.x.new_zeros(p.blocks(p.columns), FIELDS, rows, dtype=p.products.accumulator)
-    buffer = None if p.tensors.weight is None else p.x.new_empty(rows * _widest(p), dtype=p.products.accumulator)
-    for start, stop in p.chunks:
-        p.backend.chunk_statistics(
-            p.logits(buffer, start, stop), p.target, p.part(p.tensors.bias, start, stop),
-            p.part(p.tensors.class_weight, start, stop), p.transform, p.settings.vocab_start + start,
+    buffer = None if p.tensors.weight is None else p.buffer(p.products.accumulator, chunks)
+    statistics = p.backend.Statistics(p.target, p.transform, p.settings.wanted, overwrite=buffer is not None)
+    for start, stop in chunks:
+        statistics(
+            p.logits(buffer, start, stop), p.part(p.tensors.bias, start, stop),
+            p.part(p.tensors.class_weight, start, stop), p.settings.vocab_start + start,
             partials[p.chunk_blocks(start, stop)], cache[:rows, start:stop] if p.cached(stop) else None,
-            p.settings.wanted, overwrite=buffer is not None,
         )  # fmt: skip
     return partials
-
-
-def _widest(problem: Problem) -> int:
-    return max((stop - start for start, stop in problem.chunks), default=0)
 
 
 def _neutral(partials: Tensor) -> Tensor:  # [FIELDS, R]
@@ -209,13 +220,11 @@ def backward(
     picked = [None if g is None else p.pick(g).to(accumulator) for g in upstream]
     coefficients = row_coefficients(*picked, p.target, residuals, settings.vocab_size, p.transform)
     flags = upstream.entropy is not None, upstream.smooth is not None
-    gradients = Gradients(p, needs)
-    for start, stop in p.chunks:
+    gradient, gradients = p.backend.Gradient(p.target, p.transform, residuals, coefficients, flags), Gradients(p, needs)
+    for start, stop in p.backward_chunks():
         z, block_max, out = gradients.sources(kept, start, stop)
-        p.backend.chunk_gradient(
-            z, block_max, p.target, p.part(tensors.bias, start, stop), p.part(tensors.class_weight, start, stop),
-            p.transform, settings.vocab_start + start, residuals, coefficients, out, flags,
-        )  # fmt: skip
+        bias, class_weight = p.part(tensors.bias, start, stop), p.part(tensors.class_weight, start, stop)
+        gradient(z, block_max, bias, class_weight, settings.vocab_start + start, out)
         gradients.add(out, start, stop)
     return gradients.finish()
 
@@ -229,8 +238,10 @@ class Gradients:
         self.problem = p
         self.given = t.weight is None
         self.sum = None  # of the ranks' dx, under way
-        self.products = None if self.given else p.buffer(p.products.accumulator, cached=False)
-        self.gradient = None if self.given else p.buffer(p.products.gradient_dtype, cached=True)
+        chunks = p.backward_chunks()
+        cached = [chunk for chunk in chunks if p.cached(chunk[1])]
+        self.products = None if self.given else p.buffer(p.products.accumulator, chunks[len(cached) :])
+        self.gradient = None if self.given else p.buffer(p.products.gradient_dtype, cached)
         shape, dtype = p.x.shape, t.x.dtype if self.given else p.products.accumulator
         self.dx = p.x.new_zeros(shape, dtype=dtype) if need_x or self.given else None
         self.dw = _zeros_beyond(t.weight, p.columns) if need_weight else None
@@ -243,7 +254,7 @@ class Gradients:
             assert self.dx is not None
             return p.x[:, start:stop], None, self.dx[:, start:stop]
         if p.cached(stop):
-            block_max = kept.block_max[p.chunk_blocks(start, stop), :rows].contiguous()
+            block_max = kept.block_max[p.chunk_blocks(start, stop), :rows]
             return kept.cache[:rows, start:stop], block_max, _shaped(self.gradient, rows, stop - start)
         z = p.logits(self.products, start, stop)
         if p.products.gradient_dtype == z.dtype:

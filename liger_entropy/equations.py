@@ -43,10 +43,10 @@ class Transform:
     inverse_temperature: float = 1.0
     temperature: Tensor | None = None  # [R, 1]
 
-    def rows(self, start: int, stop: int) -> Transform:
+    def rows(self, rows: slice) -> Transform:
         if self.temperature is None:
             return self
-        temperature = self.temperature[start:stop]
+        temperature = self.temperature[rows]
         return Transform(self.logit_scale, self.softcap, self.inverse_temperature, temperature)
 
 

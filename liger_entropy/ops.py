@@ -6,6 +6,8 @@ kept rows and checks the labels, with the one host sync of a call.
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 from torch import Tensor
 
@@ -19,7 +21,7 @@ _TENSORS = (
 )
 _SETTINGS = (
     "int ignore_index, SymInt vocab_start, SymInt vocab_size, float logit_scale, float softcap, "
-    "float inverse_temperature, ScalarType dtype, str backend, SymInt chunk_columns, SymInt cache_columns, "
+    "float inverse_temperature, ScalarType dtype, str backend, SymInt forward_columns, SymInt backward_columns, SymInt cache_columns, "
     "bool entropy, bool smooth, bool prediction, str group"
 )
 _UPSTREAM = "Tensor? g_logprob, Tensor? g_entropy, Tensor? g_lse, Tensor? g_smooth"
@@ -38,9 +40,12 @@ def _split(arguments, *kinds):
     return (*parts, arguments[start:])
 
 
-def _no_autocast(x: Tensor):
-    """The dtype of the products is an argument; autocast would round the operands once more."""
-    return torch.autocast(x.device.type, enabled=False)
+@contextlib.contextmanager
+def _prepared(x: Tensor):
+    """Autocast off: the dtype of the products is an argument. The current device is the tensors', where Triton launches."""
+    device = torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
+    with torch.autocast(x.device.type, enabled=False), device:
+        yield
 
 
 def _or_empty(outputs, like: Tensor) -> list[Tensor]:
@@ -52,7 +57,7 @@ def _or_empty(outputs, like: Tensor) -> list[Tensor]:
 )
 def token_statistics(*arguments):
     tensors, settings, _ = _split(arguments, Tensors, Settings)
-    with _no_autocast(tensors.x):
+    with _prepared(tensors.x):
         outputs, kept = engine.forward(tensors, settings)
     return (*_or_empty(outputs[:4], kept.residuals), *_or_empty(outputs[4:], tensors.target), *kept)
 
@@ -80,7 +85,7 @@ def _(*arguments):
 )
 def token_statistics_backward(*arguments):
     upstream, tensors, kept, settings, needs = _split(arguments, Upstream, Tensors, Kept, Settings)
-    with _no_autocast(tensors.x):
+    with _prepared(tensors.x):
         return tuple(_or_empty(engine.backward(upstream, tensors, kept, settings, needs), tensors.x))
 
 

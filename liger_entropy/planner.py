@@ -94,22 +94,29 @@ def choose_backend(requested: str, device: torch.device, dtype: torch.dtype) -> 
     return "torch"
 
 
-def chunk_columns(rows: int, vocab: int, backend: str, chunk_bytes: int | str, itemsize: int = 4) -> int:
-    """Columns of a chunk: a multiple of the backend's block, or the whole vocabulary if that is smaller.
+def chunk_columns(rows: int, vocab: int, backend: str, chunk_bytes: int | str) -> int:
+    """Columns of a chunk of fp32 logits: a multiple of the backend's block, or the whole vocabulary if it is smaller.
 
     Automatic: torch takes one block, so that a tile is still in the processor's cache when it is read again. Triton
     takes 1/64 of the vocabulary (the chunk is then 1.6 % of the fp32 logits), at least 64 MiB worth of columns below
     2048 rows, where wide products keep the GPU busy and the chunk is small beside the weight.
     """
-    block = backends.get(backend).BLOCK_COLUMNS
-    if chunk_bytes == "auto":
-        wanted = block if backend == "torch" else vocab // 64
-        if backend == "triton" and rows < 2048:
-            wanted = max(wanted, 64 * MiB // (itemsize * max(rows, 1)))
-    else:
-        wanted = int(chunk_bytes) // (itemsize * max(rows, 1))
-    blocks = max(1, (wanted + block // 2) // block if chunk_bytes == "auto" else wanted // block)
-    return max(1, min(vocab, blocks * block))
+    block, row_bytes = backends.get(backend).BLOCK_COLUMNS, 4 * max(rows, 1)
+    if chunk_bytes != "auto":
+        return _whole_blocks(int(chunk_bytes) // row_bytes // block, block, vocab)
+    if backend == "torch":
+        return _whole_blocks(1, block, vocab)
+    wanted = vocab // 64 if rows >= 2048 else max(vocab // 64, 64 * MiB // row_bytes)
+    return _whole_blocks((wanted + block // 2) // block, block, vocab)
+
+
+def forward_columns(backward: int, vocab: int, backend: str, chunk_bytes: int | str) -> int:
+    """The forward has no accumulator of dx beside it, so its automatic chunk may be twice as wide on the GPU."""
+    return min(vocab, 2 * backward) if backend == "triton" and chunk_bytes == "auto" else backward
+
+
+def _whole_blocks(blocks: int, block: int, vocab: int) -> int:
+    return max(1, min(vocab, max(1, blocks) * block))
 
 
 def cache_columns(rows: int, vocab: int, chunk: int, budget: int, itemsize: int) -> int:

@@ -15,8 +15,12 @@ TILE_ELEMENTS = 256 * 1024
 
 
 def _tiles(rows: int, columns: int):
-    step = max(1, TILE_ELEMENTS // max(columns, 1))
-    return ((r, min(r + step, rows)) for r in range(0, rows, step))
+    """(block, columns of the block, rows of the tile) over a chunk."""
+    for block, c in enumerate(range(0, columns, BLOCK_COLUMNS)):
+        part = slice(c, min(c + BLOCK_COLUMNS, columns))
+        step = max(1, TILE_ELEMENTS // (part.stop - c))
+        for r in range(0, rows, step):
+            yield block, part, slice(r, min(r + step, rows))
 
 
 def _owned(tile: Tensor, dtype: torch.dtype, overwrite: bool) -> Tensor:
@@ -24,62 +28,81 @@ def _owned(tile: Tensor, dtype: torch.dtype, overwrite: bool) -> Tensor:
     return tile if overwrite else tile.to(dtype, copy=True)
 
 
-def chunk_statistics(
-    z: Tensor,  # [R, C] products of the chunk, or given logits
-    target: Tensor,  # [R] index into the vocabulary, IGNORED or INVALID
-    bias: Tensor | None,  # [C]
-    class_weight: Tensor | None,  # [C]
-    transform: Transform,
-    offset: int,  # index of the chunk's first class in the vocabulary
-    partials: Tensor,  # [blocks of the chunk, FIELDS, R], written
-    cache: Tensor | None,  # [R, C], written with z - block maximum
-    wanted: tuple[bool, bool, bool],
-    overwrite: bool,  # z is scratch
-) -> None:
-    for block, c in enumerate(range(0, z.shape[1], BLOCK_COLUMNS)):
-        part = slice(c, min(c + BLOCK_COLUMNS, z.shape[1]))
-        part_bias = None if bias is None else bias[part]
-        part_weight = None if class_weight is None else class_weight[part]
-        for r0, r1 in _tiles(len(z), part.stop - c):
-            tile = transform_(_owned(z[r0:r1, part], partials.dtype, overwrite), part_bias, transform.rows(r0, r1))
-            out = partials[block, :, r0:r1]
-            scratch = torch.empty_like(tile)
-            block_statistics(tile, target[r0:r1] - (offset + c), part_weight, scratch, offset + c, out, wanted)
+def _part(vector: Tensor | None, part: slice) -> Tensor | None:
+    return None if vector is None else vector[part]
+
+
+class Statistics:
+    """Fills the partials of a call, chunk by chunk."""
+
+    def __init__(
+        self,
+        target: Tensor,  # [R] index into the vocabulary, IGNORED or INVALID
+        transform: Transform,
+        wanted: tuple[bool, bool, bool],
+        overwrite: bool,  # z is scratch
+    ):
+        self.target, self.transform, self.wanted, self.overwrite = target, transform, wanted, overwrite
+
+    def __call__(
+        self,
+        z: Tensor,  # [R, C] products of the chunk, or given logits
+        bias: Tensor | None,  # [C]
+        class_weight: Tensor | None,  # [C]
+        offset: int,  # index of the chunk's first class in the vocabulary
+        partials: Tensor,  # [blocks of the chunk, FIELDS, R] of zeros, written
+        cache: Tensor | None,  # [R, C], written with z - block maximum
+    ) -> None:
+        for block, part, rows in _tiles(*z.shape):
+            tile = _owned(z[rows, part], partials.dtype, self.overwrite)
+            transform_(tile, _part(bias, part), self.transform.rows(rows))
+            first = offset + part.start
+            block_statistics(
+                tile, self.target[rows] - first, _part(class_weight, part), torch.empty_like(tile), first,
+                partials[block, :, rows], self.wanted,
+            )  # fmt: skip
             if cache is not None:
-                cache[r0:r1, part].copy_(tile)
+                cache[rows, part].copy_(tile)
 
 
-def chunk_gradient(
-    z: Tensor,  # [R, C] products of the chunk, given logits, or the cached z - block maximum
-    block_max: Tensor | None,  # [blocks of the chunk, R] when z comes from the cache
-    target: Tensor,  # [R] index into the vocabulary, IGNORED or INVALID
-    bias: Tensor | None,  # [C]
-    class_weight: Tensor | None,  # [C]
-    transform: Transform,
-    offset: int,
-    residuals: Tensor,  # [4, R]
-    coefficients: Tensor,  # [4, R]
-    out: Tensor,  # [R, C], written; may be z itself
-    flags: tuple[bool, bool],  # the entropy's and the smooth part's gradient arrived
-) -> None:
-    row_max, log_norm = residuals[:2]
-    overwrite = out is z
-    for block, c in enumerate(range(0, z.shape[1], BLOCK_COLUMNS)):
-        part = slice(c, min(c + BLOCK_COLUMNS, z.shape[1]))
-        part_bias = None if bias is None else bias[part]
-        part_weight = None if class_weight is None else class_weight[part]
-        for r0, r1 in _tiles(len(z), part.stop - c):
-            t = _owned(z[r0:r1, part], row_max.dtype, overwrite)
-            rows = transform.rows(r0, r1)
+class Gradient:
+    """Turns the logits of a call into gradients, chunk by chunk."""
+
+    def __init__(
+        self,
+        target: Tensor,  # [R] index into the vocabulary, IGNORED or INVALID
+        transform: Transform,
+        residuals: Tensor,  # [4, R]
+        coefficients: Tensor,  # [4, R]
+        flags: tuple[bool, bool],  # the entropy's and the smooth part's gradient arrived
+    ):
+        self.target, self.transform, self.flags = target, transform, flags
+        self.row_max, self.log_norm = residuals[:2]
+        self.coefficients = coefficients
+
+    def __call__(
+        self,
+        z: Tensor,  # [R, C] products of the chunk, given logits, or the cached z - block maximum
+        block_max: Tensor | None,  # [blocks of the chunk, R] when z comes from the cache
+        bias: Tensor | None,  # [C]
+        class_weight: Tensor | None,  # [C]
+        offset: int,
+        out: Tensor,  # [R, C], written; may be z itself
+    ) -> None:
+        overwrite = out is z
+        for block, part, rows in _tiles(*z.shape):
+            t, transform = _owned(z[rows, part], self.row_max.dtype, overwrite), self.transform.rows(rows)
             if block_max is None:
-                transform_(t, part_bias, rows)
+                transform_(t, _part(bias, part), transform)
             else:
-                t.add_(block_max[block, r0:r1, None])
-            derivative = softcap_derivative(t, rows) if transform.softcap else None
-            t.sub_(row_max[r0:r1, None])
-            local, row_coefficients = target[r0:r1] - (offset + c), coefficients[:, r0:r1]
-            block_gradient_(t, local, part_weight, log_norm[r0:r1], row_coefficients, torch.empty_like(t), *flags)
+                t.add_(block_max[block, rows, None])
+            derivative = softcap_derivative(t, transform) if transform.softcap else None
+            t.sub_(self.row_max[rows, None])
+            block_gradient_(
+                t, self.target[rows] - (offset + part.start), _part(class_weight, part), self.log_norm[rows],
+                self.coefficients[:, rows], torch.empty_like(t), *self.flags,
+            )  # fmt: skip
             if derivative is not None:
                 t.mul_(derivative)
             if not overwrite:
-                out[r0:r1, part].copy_(t)
+                out[rows, part].copy_(t)
