@@ -1,8 +1,8 @@
 """Random problems, the three ways to solve them (library, fp64 oracle, plain PyTorch), and the rule to compare them.
 
 The tolerance rule: our error against fp64 is at most `k` times that of plain PyTorch in the same dtype, plus one
-rounding to the result's dtype and 8 (1 + ln V) machine epsilons of the arithmetic, relative to the largest value (or to
-0.1, the size of terms that cancel to less). Averaged over seeds both errors are equal within a quarter; k = 3 covers the
+rounding to the result's dtype and 8 (1 + ln V) machine epsilons of the arithmetic, relative to the largest value (or
+to 0.5, the size of terms that cancel). Averaged over seeds both errors are equal within a quarter; k = 3 covers the
 spread of one draw's largest error. ln V is the size of log d and H, whose one rounding is common to a row's gradients.
 """
 
@@ -166,7 +166,7 @@ def check_close(name, ours: Tensor, exact: Tensor, plain: Tensor, vocab: int, k:
     arithmetic *= 1 if arithmetic > 1e-10 else 8  # the fp64 oracle rounds no less than we do
     rounding = 0.0 if ours.dtype.itemsize > 2 else torch.finfo(ours.dtype).eps / 2
     error, allowed = largest(ours - exact), k * largest(plain.to(exact.dtype) - exact)
-    allowed += (8 * (1 + math.log(vocab)) * arithmetic + rounding) * max(largest(exact), 0.1)
+    allowed += (8 * (1 + math.log(vocab)) * arithmetic + rounding) * max(largest(exact), 0.5)
     assert error <= allowed, f"{name}: error {error:.3e}, allowed {allowed:.3e}"
 
 
