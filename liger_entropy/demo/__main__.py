@@ -51,8 +51,8 @@ def _at_least(minimum: int) -> Callable[[str], int]:
     return integer
 
 
-def main() -> None:
-    options, console = parse_arguments(), Console()
+def main(arguments: list[str] | None = None) -> None:
+    options, console = parse_arguments(arguments), Console()
     try:
         experiment = Experiment(options, console)
     except ValueError as error:

@@ -48,7 +48,7 @@ class Cell(NamedTuple):
 def draw(story: Story, path: Path) -> None:
     with matplotlib.rc_context({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False}):
         figure = Figure(figsize=(10, 11.5), layout="constrained")
-        top, bottom = figure.subfigures(2, 1, height_ratios=[3, 8])
+        top, bottom = np.asarray(figure.subfigures(2, 1, height_ratios=[3, 8]))
         top.suptitle(story.title, fontsize=10, color=FAINT, x=0.01, ha="left")
         if story.plain:
             left, right = top.subplots(1, 2, width_ratios=[3, 1])
