@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,11 +89,12 @@ def compose(
 ) -> CrossEntropyOutput:
     """The loss and its parts. Contract: means run over kept tokens; CE divides by ``sum token_weight class_weight[y]``,
     z-loss and H by ``sum token_weight``; a sum of weights of 0 gives 0; a token of weight 0 contributes exactly 0."""
+    target = target.long()  # a narrower dtype would wrap the ignore_index that it is compared with
     kept = target != ignore_index
     weight = kept.to(statistics.logprob.dtype)
     if token_weight is not None:
         weight = torch.where(kept, token_weight.to(weight.dtype), 0.0)
-    class_of_target = None if class_weight is None else class_weight.to(weight.dtype)[torch.where(kept, target, 0).long()]
+    class_of_target = None if class_weight is None else _weight_of(torch.where(kept, target, 0), class_weight, weight.dtype)
     scale = statistics.logprob.detach().exp() if options.use_token_scaling else None
 
     def reduce(values: Tensor, denominator: Tensor, scaled: bool) -> Tensor:
@@ -115,6 +117,13 @@ def compose(
         predicted_tokens=statistics.prediction if options.return_predicted_tokens else None,
         entropy_loss=entropy if options.return_entropy_loss else None,
     )
+
+
+def _weight_of(target: Tensor, class_weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """The weight of each token's class; NaN for a label that is no class, which only unchecked labels can be."""
+    last = len(class_weight) - 1
+    valid = (target >= 0) & (target <= last)
+    return torch.where(valid, class_weight.to(dtype)[target.clamp(0, last)], math.nan)
 
 
 def _cross_entropy(statistics: TokenStatistics, class_of_target: Tensor | None, label_smoothing: float) -> Tensor:

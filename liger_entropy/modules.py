@@ -10,6 +10,7 @@ from torch import Tensor
 from .liger_api import check_liger_arguments, liger_cross_entropy, liger_fused_linear_cross_entropy
 from .losses import CrossEntropyOutput, LossOptions
 from .planner import ComputeOptions
+from .token_statistics import _finite, _positive
 
 try:
     from liger_kernel.transformers import LigerCrossEntropyLoss as _LigerCrossEntropyLoss
@@ -52,6 +53,7 @@ class LigerFusedLinearCrossEntropyLoss(_LigerFusedLinearCrossEntropyLoss):
         torch.nn.Module.__init__(self)
         check_liger_arguments(accum_dtype, use_token_scaling)
         LossOptions(reduction, label_smoothing, lse_square_scale, entropy_coef)
+        _check_transform(softcap, logit_scale, temperature)
         self.ce_weight = ce_weight
         self.ignore_index = ignore_index
         self.lse_square_scale = lse_square_scale
@@ -119,6 +121,7 @@ class LigerCrossEntropyLoss(_LigerCrossEntropyLoss):
     ):
         torch.nn.Module.__init__(self)
         LossOptions(reduction, label_smoothing, lse_square_scale, entropy_coef)
+        _check_transform(softcap, logit_scale, temperature)
         self.weight = weight
         self.ignore_index = ignore_index
         self.lse_square_scale = lse_square_scale
@@ -144,6 +147,15 @@ class LigerCrossEntropyLoss(_LigerCrossEntropyLoss):
             temperature=self.temperature, logit_scale=self.logit_scale, process_group=self.process_group,
             options=self.options, vocab_size=self.vocab_size,
         )  # fmt: skip
+
+
+def _check_transform(softcap, logit_scale, temperature) -> None:
+    """What every call would refuse is refused when the module is made, as in Liger."""
+    if softcap is not None:
+        _positive("softcap", softcap)
+    _finite("logit_scale", logit_scale)
+    if temperature is not None and not isinstance(temperature, Tensor):
+        _positive("temperature", temperature)
 
 
 def _moved(class_weight: Tensor | None, input: Tensor) -> Tensor | None:
