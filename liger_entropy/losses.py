@@ -94,7 +94,9 @@ def compose(
     weight = kept.to(statistics.logprob.dtype)
     if token_weight is not None:
         weight = torch.where(kept, token_weight.to(weight.dtype), 0.0)
-    class_of_target = None if class_weight is None else _weight_of(torch.where(kept, target, 0), class_weight, weight.dtype)
+    class_of_target = None
+    if class_weight is not None:
+        class_of_target = _weight_of(torch.where(kept, target, 0), class_weight, weight.dtype)
     scale = statistics.logprob.detach().exp() if options.use_token_scaling else None
 
     def reduce(values: Tensor, denominator: Tensor, scaled: bool) -> Tensor:
