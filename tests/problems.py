@@ -152,7 +152,7 @@ def solve(function, p: Problem, dtype: torch.dtype | None = None) -> Result:
 
 
 def largest(tensor: Tensor) -> float:
-    return float(tensor.abs().max()) if tensor.numel() else 0.0
+    return tensor.abs().max().item() if tensor.numel() else 0.0
 
 
 def check_close(name, ours: Tensor, exact: Tensor, plain: Tensor, vocab: int, k: float = 3.0) -> None:
