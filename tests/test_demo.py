@@ -22,26 +22,16 @@ CONFIG = {
 @pytest.fixture
 def small(tmp_path):
     """Options for a run of a few seconds."""
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog.\n\n" * 400)
-    options = {
-        "--model": "config.json",
-        "--text": "text.txt",
-        "--out": "out",
-        "--steps": "4",
-        "--batch": "2",
-        "--length": "32",
-    }
-    return [
-        part if part not in ("config.json", "text.txt", "out") else tmp_path / part
-        for o in options.items()
-        for part in o
-    ]
+    config, text = tmp_path / "config.json", tmp_path / "text.txt"
+    config.write_text(json.dumps(CONFIG))
+    text.write_text("The quick brown fox jumps over the lazy dog.\n\n" * 400)
+    files = ["--model", str(config), "--text", str(text), "--out", str(tmp_path / "out")]
+    return [*files, "--steps", "4", "--batch", "2", "--length", "32"]
 
 
 def test_compare_gives_tables_picture_and_equal_curves(small, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "140")
-    main([*map(str, small), "--compare", "--entropy-coef", "0.05"])
+    main([*small, "--compare", "--entropy-coef", "0.05"])
     printed = capsys.readouterr().out
     for words in ("held-out entropy", "unpatched: all logits", "patched: one chunk", "avoided"):
         assert words in printed
