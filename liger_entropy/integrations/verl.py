@@ -1,4 +1,4 @@
-"""verl's ``linear_cross_entropy`` by the token-statistics operator, and putting it in the place verl imports it from."""
+"""verl's ``linear_cross_entropy`` by the token-statistics operator, put in the place that verl imports it from."""
 
 from __future__ import annotations
 
@@ -79,9 +79,9 @@ def _vocabulary_first(weight: Tensor, hidden: Tensor) -> Tensor:
 
 
 def _per_token(temperature: float | Tensor, labels: Tensor) -> float | Tensor:
-    if isinstance(temperature, Tensor) and temperature.ndim == labels.ndim and temperature.numel() != labels.numel():
-        return temperature.expand_as(labels)
-    return temperature
+    if not isinstance(temperature, Tensor) or temperature.ndim != labels.ndim or temperature.numel() == labels.numel():
+        return temperature
+    return temperature.expand_as(labels)
 
 
 def _shared(hidden: Tensor, group: Any) -> Tensor:

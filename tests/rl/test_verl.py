@@ -129,7 +129,7 @@ def test_mean_of_nothing_is_zero_with_zero_gradient():
 
 
 def test_bias_and_non_contiguous_inputs():
-    x, w, y = problem(T=24)
+    _, w, y = problem(T=24)
     bias = torch.randn(len(w), requires_grad=True)
     strided = torch.randn(48, 80)[::2, ::2]
     logprobs, entropy = linear_cross_entropy(
@@ -239,7 +239,7 @@ def check_own(function):
 
 
 def test_apply_reaches_every_import_and_remove_undoes_it(verl):
-    """Some of verl's models import the function when called, Megatron's when loaded; either may load after the patch."""
+    """Some of verl's models import the function when called, Megatron's when loaded, before or after the patch."""
     lazy, eager = importlib.import_module("verl.models.lazy"), importlib.import_module("verl.models.eager")
     apply_to_verl()
     late = importlib.import_module("verl.models.late")
