@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from . import backends, distributed
-from .equations import FIELDS, IGNORED, INVALID, ROW_MAX, Transform, finalize, merge, row_coefficients
+from .equations import FIELDS, ROW_MAX, Transform, merge, put
 from .products import Products
 
 
@@ -32,28 +32,24 @@ class Tensors(NamedTuple):
     count: Tensor | None  # [] int64 on the CPU, how many of `order` are kept
 
 
-class Settings(NamedTuple):
-    """Everything of a call that is not a tensor."""
-
+class Sizes(NamedTuple):
     ignore_index: int
     vocab_start: int  # global index of the weight's first row
     vocab_size: int  # global; rows of the weight beyond it are padding
-    logit_scale: float
-    softcap: float  # 0: none
-    inverse_temperature: float
-    dtype: torch.dtype  # of the products' operands
-    backend: str
     forward_columns: int  # of a chunk in the forward
     backward_columns: int  # of a chunk that the backward recomputes
     cache_columns: int  # leading columns whose logits are kept for the backward: whole forward chunks, or all
-    entropy: bool  # which of the optional statistics are wanted
-    smooth: bool
-    prediction: bool
-    group: str  # name of the process group over which the vocabulary is sharded; "": none
 
-    @property
-    def wanted(self) -> tuple[bool, bool, bool]:
-        return self.entropy, self.smooth, self.prediction
+
+class Settings(NamedTuple):
+    """Everything of a call that is not a tensor, grouped as in the ops' schemas."""
+
+    sizes: Sizes
+    scales: tuple[float, float, float]  # logit_scale, softcap (0: none), 1 / temperature
+    dtype: torch.dtype  # of the products' operands
+    backend: str
+    wanted: tuple[bool, bool, bool]  # which of entropy, smooth_logprob, prediction
+    group: str  # name of the process group over which the vocabulary is sharded; "": none
 
 
 class Upstream(NamedTuple):
@@ -77,7 +73,7 @@ class Problem:
     """The rows that take part in a call, and the chunks of the vocabulary they meet."""
 
     def __init__(self, tensors: Tensors, settings: Settings):
-        self.tensors, self.settings = tensors, settings
+        self.tensors, self.settings, self.sizes = tensors, settings, settings.sizes
         self.index = None  # [R] tokens of the rows, None: all
         if tensors.order is not None and tensors.count is not None:
             self.index = tensors.order[: int(tensors.count)]
@@ -85,43 +81,36 @@ class Problem:
         self.backend: ModuleType = backends.get(settings.backend)
         x = self.pick(tensors.x)
         self.x = x if tensors.weight is None else self.products.operand(x)  # [R, D], or logits [R, V]
-        self.target = self.pick(_coded(tensors.target, settings))  # [R]
+        self.target = self.backend.code(tensors.target, self.index, self.sizes.ignore_index, self.sizes.vocab_size)  # [R]
         self.transform = self._transform()
         self.columns = self._columns()
 
     def pick(self, values: Tensor) -> Tensor:
         return values if self.index is None else values.index_select(0, self.index)
 
-    def put(self, values: Tensor, fill: int = 0) -> Tensor:
-        """Values of the rows back at their tokens, `fill` at the tokens that were dropped."""
-        if self.index is None:
-            return values
-        full = values.new_full((len(self.tensors.target), *values.shape[1:]), fill)
-        return full.index_copy_(0, self.index, values)
-
     def _transform(self) -> Transform:
-        s, temperature = self.settings, self.tensors.temperature
+        temperature = self.tensors.temperature
         if temperature is not None:
             temperature = self.pick(temperature).to(self.products.accumulator)[:, None]
-        return Transform(s.logit_scale, s.softcap, s.inverse_temperature, temperature)
+        return Transform(*self.settings.scales, temperature)
 
     def _columns(self) -> int:
         """Classes that this call's weight (or logits) has: all its rows but the padding; 0 without tokens."""
-        weight, s = self.tensors.weight, self.settings
+        weight, s = self.tensors.weight, self.sizes
         size = self.x.shape[1] if weight is None else weight.shape[0]
-        return max(0, min(size, s.vocab_size - s.vocab_start)) if len(self.x) else 0
+        return max(0, min(size, s.vocab_size - s.vocab_start)) if self.x.shape[0] else 0
 
     def forward_chunks(self) -> list[tuple[int, int]]:
         if self.tensors.weight is None:
             return _steps(0, self.columns, self.columns)
-        return _steps(0, self.columns, self.settings.forward_columns)
+        return _steps(0, self.columns, self.sizes.forward_columns)
 
     def backward_chunks(self) -> list[tuple[int, int]]:
         """Cached columns first, in wide chunks: there the memory is spent already, and every chunk reads and writes
         dx once. An eighth of the cache costs an eighth more memory and leaves 8 passes over dx."""
         if self.tensors.weight is None:
             return _steps(0, self.columns, self.columns)
-        s, block = self.settings, self.backend.BLOCK_COLUMNS
+        s, block = self.sizes, self.backend.BLOCK_COLUMNS
         cached = min(s.cache_columns, self.columns)
         wide = max(s.backward_columns, self.blocks(cached // 8) * block)
         return _steps(0, cached, wide) + _steps(cached, self.columns, s.backward_columns)
@@ -133,12 +122,12 @@ class Problem:
         return slice(start // self.backend.BLOCK_COLUMNS, self.blocks(stop))
 
     def cached(self, stop: int) -> bool:
-        return stop <= self.settings.cache_columns
+        return stop <= self.sizes.cache_columns
 
     def buffer(self, dtype: torch.dtype, chunks: list[tuple[int, int]]) -> Tensor:
         """A flat buffer that serves each of the chunks in turn."""
         widest = max((stop - start for start, stop in chunks), default=0)
-        return self.x.new_empty(len(self.x) * widest, dtype=dtype)
+        return self.x.new_empty(self.x.shape[0] * widest, dtype=dtype)
 
     def part(self, vector: Tensor | None, start: int, stop: int) -> Tensor | None:
         """Columns of the bias or the class weight."""
@@ -152,7 +141,7 @@ class Problem:
         """Products of the chunk [R, C] in the buffer, or the given logits."""
         if buffer is None:
             return self.x[:, start:stop]
-        return self.products.logits(self.x, self.weight(start, stop), out=_shaped(buffer, len(self.x), stop - start))
+        return self.products.logits(self.x, self.weight(start, stop), out=_shaped(buffer, self.x.shape[0], stop - start))
 
 
 def _steps(start: int, stop: int, step: int) -> list[tuple[int, int]]:
@@ -163,12 +152,6 @@ def _shaped(buffer: Tensor, rows: int, columns: int) -> Tensor:
     return buffer[: rows * columns].view(rows, columns)
 
 
-def _coded(target: Tensor, settings: Settings) -> Tensor:
-    """Labels with IGNORED and INVALID in place of every index that is no class."""
-    invalid = (target < 0) | (target >= settings.vocab_size)
-    return torch.where(target == settings.ignore_index, IGNORED, torch.where(invalid, INVALID, target))
-
-
 def _padded(values: Tensor, size: int) -> Tensor:
     """Grown along its last dimension: rows beyond the kept ones exist only when the count is unknown outside."""
     return values if values.shape[-1] == size else torch.nn.functional.pad(values, (0, size - values.shape[-1]))
@@ -177,27 +160,28 @@ def _padded(values: Tensor, size: int) -> Tensor:
 def forward(tensors: Tensors, settings: Settings) -> tuple[list[Tensor | None], Kept]:
     """logprob, entropy, lse, smooth_logprob, prediction [T] (None where not wanted), and what the backward needs."""
     problem = Problem(tensors, settings)
-    size = len(tensors.target) if tensors.order is None else len(tensors.order)
-    cache = tensors.x.new_empty(size, settings.cache_columns, dtype=problem.products.gradient_dtype)
+    size = tensors.target.shape[0] if tensors.order is None else tensors.order.shape[0]
+    cache = tensors.x.new_empty(size, settings.sizes.cache_columns, dtype=problem.products.gradient_dtype)
     partials = _partials(problem, cache)
-    state = merge(partials) if len(partials) else _neutral(partials)
+    whole = partials if partials.shape[0] else _neutral(partials)[None]
     if settings.group:
-        state = distributed.merge_ranks(state, settings.group)
-    *statistics, residuals = finalize(state, problem.target, settings.vocab_size, settings.wanted)
-    outputs = [None if s is None else problem.put(s, -1 if s.dtype == torch.int64 else 0) for s in statistics]
-    block_max = partials[: problem.blocks(settings.cache_columns), ROW_MAX].clone()
+        whole = distributed.merge_ranks(merge(whole), settings.group)[None]
+    outputs, residuals = problem.backend.finish(
+        whole, problem.target, problem.index, tensors.target.shape[0], settings.sizes.vocab_size, settings.wanted
+    )
+    block_max = partials[: problem.blocks(settings.sizes.cache_columns), ROW_MAX].clone()
     return outputs, Kept(_padded(residuals, size), cache, _padded(block_max, size))
 
 
 def _partials(problem: Problem, cache: Tensor) -> Tensor:  # [blocks, FIELDS, R]
-    p, rows, chunks = problem, len(problem.x), problem.forward_chunks()
+    p, rows, chunks = problem, problem.x.shape[0], problem.forward_chunks()
     partials = p.x.new_zeros(p.blocks(p.columns), FIELDS, rows, dtype=p.products.accumulator)
     buffer = None if p.tensors.weight is None else p.buffer(p.products.accumulator, chunks)
     statistics = p.backend.Statistics(p.target, p.transform, p.settings.wanted, overwrite=buffer is not None)
     for start, stop in chunks:
         statistics(
             p.logits(buffer, start, stop), p.part(p.tensors.bias, start, stop),
-            p.part(p.tensors.class_weight, start, stop), p.settings.vocab_start + start,
+            p.part(p.tensors.class_weight, start, stop), p.sizes.vocab_start + start,
             partials[p.chunk_blocks(start, stop)], cache[:rows, start:stop] if p.cached(stop) else None,
         )  # fmt: skip
     return partials
@@ -215,16 +199,14 @@ def backward(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of x, weight and bias, None where not needed."""
     p = Problem(tensors, settings)
-    rows, accumulator = len(p.x), p.products.accumulator
-    residuals = kept.residuals[:, :rows].contiguous()
-    picked = [None if g is None else p.pick(g).to(accumulator) for g in upstream]
-    coefficients = row_coefficients(*picked, p.target, residuals, settings.vocab_size, p.transform)
+    residuals = kept.residuals[:, : p.x.shape[0]].contiguous()
+    coefficients = p.backend.coefficients(upstream, p.target, p.index, residuals, settings.sizes.vocab_size, p.transform)
     flags = upstream.entropy is not None, upstream.smooth is not None
     gradient, gradients = p.backend.Gradient(p.target, p.transform, residuals, coefficients, flags), Gradients(p, needs)
     for start, stop in p.backward_chunks():
         z, block_max, out = gradients.sources(kept, start, stop)
         bias, class_weight = p.part(tensors.bias, start, stop), p.part(tensors.class_weight, start, stop)
-        gradient(z, block_max, bias, class_weight, settings.vocab_start + start, out)
+        gradient(z, block_max, bias, class_weight, settings.sizes.vocab_start + start, out)
         gradients.add(out, start, stop)
     return gradients.finish()
 
@@ -249,7 +231,7 @@ class Gradients:
 
     def sources(self, kept: Kept, start: int, stop: int) -> tuple[Tensor, Tensor | None, Tensor]:
         """The chunk's logits, their block maxima if they come from the cache, and where the gradient goes."""
-        p, rows = self.problem, len(self.problem.x)
+        p, rows = self.problem, self.problem.x.shape[0]
         if self.products is None or self.gradient is None:
             assert self.dx is not None
             return p.x[:, start:stop], None, self.dx[:, start:stop]
@@ -288,7 +270,7 @@ class Gradients:
         if self.sum is not None:
             self.sum.wait()
         if dx is not None:
-            dx = p.put(dx.to(p.tensors.x.dtype))
+            dx = put(dx.to(p.tensors.x.dtype), p.index, p.tensors.x.shape[0])
         return dx, self.dw, self.db
 
 

@@ -50,6 +50,19 @@ class Transform:
         return Transform(self.logit_scale, self.softcap, self.inverse_temperature, temperature)
 
 
+def put(values: Tensor, index: Tensor | None, tokens: int, fill: int = 0) -> Tensor:
+    """Values of the rows [R, ...] back at their tokens [T, ...], `fill` at the tokens that were dropped."""
+    if index is None:
+        return values
+    return values.new_full((tokens, *values.shape[1:]), fill).index_copy_(0, index, values)
+
+
+def coded(target: Tensor, ignore_index: int, vocab_size: int) -> Tensor:
+    """Labels with IGNORED and INVALID in place of every index that is no class. target [R]."""
+    invalid = (target < 0) | (target >= vocab_size)
+    return torch.where(target == ignore_index, IGNORED, torch.where(invalid, INVALID, target))
+
+
 def transform_(z: Tensor, bias: Tensor | None, transform: Transform) -> Tensor:
     """Turn products into logits, in place. z [R, C], bias [C]."""
     if bias is not None:

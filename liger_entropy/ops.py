@@ -12,18 +12,16 @@ import torch
 from torch import Tensor
 
 from . import backends, engine
-from .engine import Kept, Settings, Tensors, Upstream
+from .engine import Kept, Settings, Sizes, Tensors, Upstream
 from .products import Products
 
 _TENSORS = (
     "Tensor x, Tensor? weight, Tensor target, Tensor? bias, Tensor? class_weight, Tensor? temperature, "
     "Tensor? order, Tensor? count"
 )
-_SETTINGS = (
-    "int ignore_index, SymInt vocab_start, SymInt vocab_size, float logit_scale, float softcap, "
-    "float inverse_temperature, ScalarType dtype, str backend, SymInt forward_columns, SymInt backward_columns, SymInt cache_columns, "
-    "bool entropy, bool smooth, bool prediction, str group"
-)
+# Numbers of a kind travel as one list: torch looks at every argument of a schema again for each argument, which took
+# 150 us a call with 17 settings of their own.
+_SETTINGS = "SymInt[] sizes, float[] scales, ScalarType dtype, str backend, bool[] wanted, str group"
 _UPSTREAM = "Tensor? g_logprob, Tensor? g_entropy, Tensor? g_lse, Tensor? g_smooth"
 _KEPT = "Tensor residuals, Tensor cache, Tensor block_max"
 _NEEDS = "bool need_x, bool need_weight, bool need_bias"
@@ -36,16 +34,23 @@ def _split(arguments, *kinds):
     for kind in kinds:
         stop = start + len(kind._fields)
         parts.append(kind(*arguments[start:stop]))
+        if kind is Settings:
+            parts[-1] = parts[-1]._replace(sizes=Sizes(*parts[-1].sizes))
         start = stop
     return (*parts, arguments[start:])
 
 
-@contextlib.contextmanager
-def _prepared(x: Tensor):
-    """Autocast off: the dtype of the products is an argument. The current device is the tensors', where Triton launches."""
-    device = torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
-    with torch.autocast(x.device.type, enabled=False), device:
-        yield
+_NOTHING = contextlib.nullcontext()
+
+
+def _no_autocast(x: Tensor):
+    """The dtype of the products is an argument; autocast would round the operands once more."""
+    return torch.autocast(x.device.type, enabled=False) if torch.is_autocast_enabled(x.device.type) else _NOTHING
+
+
+def _on_device(x: Tensor):
+    """Triton launches on the current device, so make it the tensors'."""
+    return torch.cuda.device(x.device) if x.is_cuda else _NOTHING
 
 
 def _or_empty(outputs, like: Tensor) -> list[Tensor]:
@@ -57,7 +62,7 @@ def _or_empty(outputs, like: Tensor) -> list[Tensor]:
 )
 def token_statistics(*arguments):
     tensors, settings, _ = _split(arguments, Tensors, Settings)
-    with _prepared(tensors.x):
+    with _no_autocast(tensors.x), _on_device(tensors.x):
         outputs, kept = engine.forward(tensors, settings)
     return (*_or_empty(outputs[:4], kept.residuals), *_or_empty(outputs[4:], tensors.target), *kept)
 
@@ -68,13 +73,14 @@ def _(*arguments):
     x, tokens = tensors.x, tensors.target.shape[0]
     kept = tokens if tensors.order is None else tensors.order.shape[0]
     products, width = Products(settings.dtype, x.device), backends.get(settings.backend).BLOCK_COLUMNS
-    sizes = (tokens, tokens if settings.entropy else 0, tokens, tokens if settings.smooth else 0)
+    entropy, smooth, prediction = settings.wanted
+    sizes = (tokens, tokens if entropy else 0, tokens, tokens if smooth else 0)
     return (
         *(x.new_empty(size, dtype=products.accumulator) for size in sizes),
-        tensors.target.new_empty(tokens if settings.prediction else 0),
+        tensors.target.new_empty(tokens if prediction else 0),
         x.new_empty(4, kept, dtype=products.accumulator),
-        x.new_empty(kept, settings.cache_columns, dtype=products.gradient_dtype),
-        x.new_empty((settings.cache_columns + width - 1) // width, kept, dtype=products.accumulator),
+        x.new_empty(kept, settings.sizes.cache_columns, dtype=products.gradient_dtype),
+        x.new_empty((settings.sizes.cache_columns + width - 1) // width, kept, dtype=products.accumulator),
     )
 
 
@@ -85,7 +91,7 @@ def _(*arguments):
 )
 def token_statistics_backward(*arguments):
     upstream, tensors, kept, settings, needs = _split(arguments, Upstream, Tensors, Kept, Settings)
-    with _prepared(tensors.x):
+    with _no_autocast(tensors.x), _on_device(tensors.x):
         return tuple(_or_empty(engine.backward(upstream, tensors, kept, settings, needs), tensors.x))
 
 
@@ -144,20 +150,22 @@ def inspect_rows(target, temperature, ignore_index, vocab_size, check):
     if target.numel() == 0 or (target.is_cuda and torch.cuda.is_current_stream_capturing()):
         return torch.arange(target.numel(), device=target.device), torch.tensor(target.numel())
     ignored = target == ignore_index
-    bad = ((target < 0) | (target >= vocab_size)) & ~ignored
-    first = bad.to(torch.uint8).argmax()
-    cold = torch.zeros_like(first) if temperature is None else (~(temperature > 0)).sum()
-    summary = torch.stack([ignored.sum(), bad.any().to(first), first, target[first], cold]).tolist()
+    bad = (target.clamp(0, vocab_size - 1) != target) & ~ignored
+    cold = ignored[:0] if temperature is None else ~(temperature > 0)
+    ignored_count, bad_count, cold_count = torch.stack([ignored.sum(), bad.sum(), cold.sum()]).tolist()
     if check:
-        _raise_for(*summary[1:], ignore_index, vocab_size)
-    order = torch.argsort(ignored.to(torch.uint8), stable=True)
-    return order, torch.tensor(target.numel() - summary[0])
+        _raise_for(target, bad if bad_count else None, cold_count, ignore_index, vocab_size)
+    # Only rows to drop need an order; the kept ones are then in front.
+    order = torch.argsort(ignored.to(torch.uint8), stable=True) if ignored_count else torch.arange(target.shape[0], device=target.device)
+    return order, torch.tensor(target.numel() - ignored_count)
 
 
-def _raise_for(bad: int, position: int, label: int, cold: int, ignore_index: int, vocab_size: int) -> None:
-    if bad:
+def _raise_for(target: Tensor, bad: Tensor | None, cold: int, ignore_index: int, vocab_size: int) -> None:
+    if bad is not None:
+        position = int(bad.to(torch.uint8).argmax())
         raise ValueError(
-            f"target: label {label} at flat position {position} is neither in [0, {vocab_size}) nor ignore_index={ignore_index}"
+            f"target: label {int(target[position])} at flat position {position} is neither in [0, {vocab_size}) "
+            f"nor ignore_index={ignore_index}"
         )
     if cold:
         raise ValueError(f"temperature: {cold} values are not positive; every token's temperature must be > 0")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from . import distributed, dtensor, ops, planner
 from .distributed import Facts, Layout
-from .engine import Settings
+from .engine import Settings, Sizes
 from .planner import ComputeOptions
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -135,10 +135,11 @@ class Call:
         class_weight = self._shard_class_weight(layout)
         order, count = self._inspect(options, layout.vocab_size)
         columns = max(0, min(self.rows, layout.vocab_size - layout.start))
-        chunk, cache = self._plan(options, backend, columns, len(self.target) if order is None else len(order))
+        plan = self._plan(options, backend, columns, len(self.target) if order is None else len(order))
         settings = Settings(
-            self.ignore_index, layout.start, layout.vocab_size, self.logit_scale, self.softcap,
-            self.inverse_temperature, self.dtype, backend, chunk, cache, entropy, smooth, prediction, layout.group,
+            Sizes(self.ignore_index, layout.start, layout.vocab_size, *plan),
+            (self.logit_scale, self.softcap, self.inverse_temperature),
+            self.dtype, backend, (entropy, smooth, prediction), layout.group,
         )  # fmt: skip
         outputs = ops.token_statistics(
             self.input, self.weight, self.target, self.bias, class_weight, self.temperature, order, count, *settings
@@ -191,16 +192,17 @@ class Call:
         kept = int(count)
         return (None, None) if kept == len(self.target) else (order[:kept], count)
 
-    def _plan(self, options: ComputeOptions, backend: str, columns: int, rows: int) -> tuple[int, int]:
-        """Columns of a chunk and of the cache."""
+    def _plan(self, options: ComputeOptions, backend: str, columns: int, rows: int) -> tuple[int, int, int]:
+        """Columns of a chunk in the forward and in the backward, and of the cache."""
         if self.weight is None:
-            return columns, 0
-        chunk = planner.chunk_columns(rows, columns, backend, options.chunk_bytes)
+            return columns, columns, 0
+        backward = planner.chunk_columns(rows, columns, backend, options.chunk_bytes)
+        forward = planner.forward_columns(backward, columns, backend, options.chunk_bytes)
         if not torch.is_grad_enabled():
-            return chunk, 0
-        gradients = self.weight.numel() * self.weight.element_size() + 3 * self.input.numel() * 4 + rows * chunk * 4
-        budget = planner.cache_budget(options.cache_bytes, self.input.device, gradients)
-        return chunk, planner.cache_columns(rows, columns, chunk, budget, self.dtype.itemsize)
+            return forward, backward, 0
+        gradients = self.weight.numel() * self.weight.element_size() + 3 * self.input.numel() * 4
+        budget = planner.cache_budget(options.cache_bytes, self.input.device, gradients + rows * forward * 4)
+        return forward, backward, planner.cache_columns(rows, columns, forward, budget, self.dtype.itemsize)
 
 
 def _check_tensors(input, weight, target, bias, class_weight, sharded: bool) -> None:
@@ -222,7 +224,8 @@ def _check_tensors(input, weight, target, bias, class_weight, sharded: bool) -> 
         if vector is not None:
             _check_float(label, vector)
             # How many class weights there must be depends on the other ranks, see Call._shard_class_weight.
-            size = len(vector) if vector is class_weight and vector.ndim == 1 else weight.shape[0]
+            rows = input.shape[-1] if weight is None else weight.shape[0]
+            size = len(vector) if vector is class_weight and vector.ndim == 1 else rows
             if tuple(vector.shape) != (size,):
                 raise ValueError(f"{label}: expected shape ({size},), one value per class, got {tuple(vector.shape)}")
     if class_weight is not None and class_weight.requires_grad:

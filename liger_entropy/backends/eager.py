@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..equations import Transform, block_gradient_, block_statistics, softcap_derivative, transform_
+from .. import equations
+from ..equations import Transform, block_gradient_, block_statistics, put, softcap_derivative, transform_
 
 # One partial is one block of at most this many columns.
 BLOCK_COLUMNS = 1024
@@ -106,3 +107,36 @@ class Gradient:
                 t.mul_(derivative)
             if not overwrite:
                 out[rows, part].copy_(t)
+
+
+def code(target: Tensor, index: Tensor | None, ignore_index: int, vocab_size: int) -> Tensor:
+    """Labels of the rows [R], coded. target [T], index [R] tokens of the rows or None for all."""
+    picked = target if index is None else target.index_select(0, index)
+    return equations.coded(picked, ignore_index, vocab_size)
+
+
+def finish(
+    partials: Tensor,  # [blocks, FIELDS, R]
+    target: Tensor,  # [R] coded
+    index: Tensor | None,  # [R]
+    tokens: int,
+    vocab_size: int,
+    wanted: tuple[bool, bool, bool],
+) -> tuple[list[Tensor | None], Tensor]:
+    """The five statistics [T], None where not wanted, and the residuals [4, R]."""
+    *statistics, residuals = equations.finalize(equations.merge(partials), target, vocab_size, wanted)
+    fills = (0, 0, 0, 0, -1)
+    return [None if s is None else put(s, index, tokens, f) for s, f in zip(statistics, fills, strict=True)], residuals
+
+
+def coefficients(
+    upstream: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None],  # [T] each
+    target: Tensor,  # [R] coded
+    index: Tensor | None,  # [R]
+    residuals: Tensor,  # [4, R]
+    vocab_size: int,
+    transform: Transform,
+) -> Tensor:  # [4, R]
+    picked = [g if g is None or index is None else g.index_select(0, index) for g in upstream]
+    picked = [None if g is None else g.to(residuals.dtype) for g in picked]
+    return equations.row_coefficients(*picked, target, residuals, vocab_size, transform)

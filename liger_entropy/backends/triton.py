@@ -5,10 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 
 from ..equations import Transform
+from . import eager
 from .kernels import gradient_kernel, statistics_kernel
+from .row_kernels import code_kernel, coefficient_kernel, finish_kernel
 
 # One partial is one block of this many columns.
 BLOCK_COLUMNS = 2048
@@ -79,7 +82,7 @@ class Statistics:
             HAS_CACHE=cache is not None, WANT_ENTROPY=entropy, WANT_SMOOTH=smooth, WANT_PREDICTION=prediction,
             BLOCK=block,
         )  # fmt: skip
-        self.launch((rows, len(partials), 1), (columns, cache is None), arguments, constants)
+        self.launch((rows, partials.shape[0], 1), (columns, cache is None), arguments, constants)
 
 
 class Gradient:
@@ -122,3 +125,72 @@ class Gradient:
         )  # fmt: skip
         programs = 1 if out.data_ptr() == z.data_ptr() else -(-columns // block)
         self.launch((rows, programs, 1), (columns, block_max is None), arguments, constants)
+
+
+ROW_BLOCK = 256
+
+
+def code(target: Tensor, index: Tensor | None, ignore_index: int, vocab_size: int) -> Tensor:
+    """Labels of the rows [R], coded. target [T], index [R] tokens of the rows or None for all."""
+    rows = target.shape[0] if index is None else index.shape[0]
+    coded = target.new_empty(rows)
+    if rows:
+        code_kernel[(triton.cdiv(rows, ROW_BLOCK),)](
+            target, _or(index, target), coded, rows, ignore_index, vocab_size,
+            HAS_INDEX=index is not None, BLOCK=ROW_BLOCK,
+        )  # fmt: skip
+    return coded
+
+
+def finish(
+    partials: Tensor,  # [blocks, FIELDS, R]
+    target: Tensor,  # [R] coded
+    index: Tensor | None,  # [R]
+    tokens: int,
+    vocab_size: int,
+    wanted: tuple[bool, bool, bool],
+) -> tuple[list[Tensor | None], Tensor]:
+    """The five statistics [T], None where not wanted, and the residuals [4, R]."""
+    blocks, _, rows = partials.shape
+    if rows == 0:
+        return eager.finish(partials, target, index, tokens, vocab_size, wanted)
+    present = (True, wanted[0], True, wanted[1])
+    make = partials.new_empty if index is None else partials.new_zeros
+    floats = [make(tokens) if p else None for p in present]
+    prediction = target.new_full((tokens,), -1) if wanted[2] else None
+    residuals = partials.new_zeros(4, rows)
+    padded = triton.next_power_of_2(blocks)
+    tile = max(1, min(ROW_BLOCK, 2048 // padded))
+    finish_kernel[(triton.cdiv(rows, tile),)](
+        partials, target, _or(index, target), *(_or(f, partials) for f in floats), _or(prediction, target), residuals,
+        blocks, rows, vocab_size, HAS_INDEX=index is not None, WANT_ENTROPY=wanted[0], WANT_SMOOTH=wanted[1],
+        WANT_PREDICTION=wanted[2], BLOCKS=padded, ROWS=tile,
+    )  # fmt: skip
+    return [*floats, prediction], residuals
+
+
+def coefficients(
+    upstream: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None],  # [T] each
+    target: Tensor,  # [R] coded
+    index: Tensor | None,  # [R]
+    residuals: Tensor,  # [4, R]
+    vocab_size: int,
+    transform: Transform,
+) -> Tensor:  # [4, R]
+    rows = target.shape[0]
+    out = torch.empty_like(residuals)
+    if rows:
+        # Upstream gradients may be expanded scalars: the kernel reads unit strides.
+        present = [g is not None for g in upstream]
+        coefficient_kernel[(triton.cdiv(rows, ROW_BLOCK),)](
+            *(target if g is None else g.contiguous() for g in upstream), target, _or(index, target),
+            _float(transform.temperature, target), residuals, out, rows, vocab_size,
+            transform.logit_scale * transform.inverse_temperature, *present, HAS_INDEX=index is not None,
+            HAS_TEMPERATURE=transform.temperature is not None, BLOCK=ROW_BLOCK,
+        )  # fmt: skip
+    return out
+
+
+def _or(tensor: Tensor | None, stand_in: Tensor) -> Tensor:
+    """A pointer that is never followed for a tensor that is absent."""
+    return stand_in if tensor is None else tensor
