@@ -57,17 +57,34 @@ def _or_empty(outputs, like: Tensor) -> list[Tensor]:
     return [like.new_empty(0) if o is None else o for o in outputs]
 
 
-@torch.library.custom_op(
-    "liger_entropy::token_statistics", mutates_args=(), schema=f"({_TENSORS}, {_SETTINGS}) -> ({', '.join(['Tensor'] * 8)})"
-)
-def token_statistics(*arguments):
+_LIBRARY = torch.library.Library("liger_entropy", "DEF")
+
+
+def _define(name: str, schema: str):
+    """Register a function as the op of that name on every device. Library rather than torch.library.custom_op, whose
+    wrappers around each call cost more host time than a chunk's launches."""
+    _LIBRARY.define(f"{name}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
+
+    def register(function):
+        _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
+        return function
+
+    return register
+
+
+def _fake(name: str):
+    return torch.library.register_fake(f"liger_entropy::{name}", lib=_LIBRARY)
+
+
+@_define("token_statistics", f"({_TENSORS}, {_SETTINGS}) -> ({', '.join(['Tensor'] * 8)})")
+def _token_statistics(*arguments):
     tensors, settings, _ = _split(arguments, Tensors, Settings)
     with _no_autocast(tensors.x), _on_device(tensors.x):
         outputs, kept = engine.forward(tensors, settings)
     return (*_or_empty(outputs[:4], kept.residuals), *_or_empty(outputs[4:], tensors.target), *kept)
 
 
-@token_statistics.register_fake
+@_fake("token_statistics")
 def _(*arguments):
     tensors, settings, _ = _split(arguments, Tensors, Settings)
     x, tokens = tensors.x, tensors.target.shape[0]
@@ -84,18 +101,17 @@ def _(*arguments):
     )
 
 
-@torch.library.custom_op(
-    "liger_entropy::token_statistics_backward",
-    mutates_args=(),
-    schema=f"({_UPSTREAM}, {_TENSORS}, {_KEPT}, {_SETTINGS}, {_NEEDS}) -> (Tensor, Tensor, Tensor)",
+@_define(
+    "token_statistics_backward",
+    f"({_UPSTREAM}, {_TENSORS}, {_KEPT}, {_SETTINGS}, {_NEEDS}) -> (Tensor, Tensor, Tensor)",
 )
-def token_statistics_backward(*arguments):
+def _token_statistics_backward(*arguments):
     upstream, tensors, kept, settings, needs = _split(arguments, Upstream, Tensors, Kept, Settings)
     with _no_autocast(tensors.x), _on_device(tensors.x):
         return tuple(_or_empty(engine.backward(upstream, tensors, kept, settings, needs), tensors.x))
 
 
-@token_statistics_backward.register_fake
+@_fake("token_statistics_backward")
 def _(*arguments):
     _, tensors, _, _, needs = _split(arguments, Upstream, Tensors, Kept, Settings)
     parameters = (tensors.x, tensors.weight, tensors.bias)
@@ -121,13 +137,13 @@ def _backward(ctx, *gradients):
         return tuple(none)
     fields = [Tensors._fields.index(name) for name in ("x", "weight", "bias")]
     needs = [ctx.needs_input_grad[field] for field in fields]
-    results = torch.ops.liger_entropy.token_statistics_backward(*upstream, *tensors, *kept, *ctx.settings, *needs)
+    results = torch.ops.liger_entropy.token_statistics_backward.default(*upstream, *tensors, *kept, *ctx.settings, *needs)
     for field, need, result in zip(fields, needs, results, strict=True):
         none[field] = result if need else None
     return tuple(none)
 
 
-token_statistics.register_autograd(_backward, setup_context=_setup)
+torch.library.register_autograd("liger_entropy::token_statistics", _backward, setup_context=_setup, lib=_LIBRARY)
 
 
 def _refuse(ctx, *gradients):
@@ -137,15 +153,16 @@ def _refuse(ctx, *gradients):
     )
 
 
-token_statistics_backward.register_autograd(_refuse, setup_context=lambda ctx, inputs, output: None)
-
-
-@torch.library.custom_op(
-    "liger_entropy::inspect_rows",
-    mutates_args=(),
-    schema="(Tensor target, Tensor? temperature, int ignore_index, SymInt vocab_size, bool check) -> (Tensor, Tensor)",
+torch.library.register_autograd(
+    "liger_entropy::token_statistics_backward", _refuse, setup_context=lambda ctx, inputs, output: None, lib=_LIBRARY
 )
-def inspect_rows(target, temperature, ignore_index, vocab_size, check):
+
+
+@_define(
+    "inspect_rows",
+    "(Tensor target, Tensor? temperature, int ignore_index, SymInt vocab_size, bool check) -> (Tensor, Tensor)",
+)
+def _inspect_rows(target, temperature, ignore_index, vocab_size, check):
     """order [T]: the tokens, kept ones first; count [] on the CPU: how many are kept. Raises for a bad label."""
     if target.numel() == 0 or (target.is_cuda and torch.cuda.is_current_stream_capturing()):
         return torch.arange(target.numel(), device=target.device), torch.tensor(target.numel())
@@ -171,6 +188,10 @@ def _raise_for(target: Tensor, bad: Tensor | None, cold: int, ignore_index: int,
         raise ValueError(f"temperature: {cold} values are not positive; every token's temperature must be > 0")
 
 
-@inspect_rows.register_fake
+@_fake("inspect_rows")
 def _(target, temperature, ignore_index, vocab_size, check):
     return target.new_empty(target.shape[0], dtype=torch.int64), torch.empty((), dtype=torch.int64)
+
+
+token_statistics = torch.ops.liger_entropy.token_statistics.default
+inspect_rows = torch.ops.liger_entropy.inspect_rows.default
