@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .equations import PREDICTION, ROW_MAX, merge
+from .equations import merge
 
 # all_gather_into_tensor goes by a new name from torch 2.13 on.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -25,7 +25,6 @@ class Facts(NamedTuple):
     """What every rank tells the others, one integer each. 0 stands for "not given"."""
 
     refused: int = 0  # this rank's arguments raised an error
-    position: int = 0  # of its shard in the vocabulary: shards lie in the order of their positions
     rows: int = 0  # of its shard
     class_weights: int = 0  # how many it holds, plus 1
     vocab_size: int = 0  # as declared
@@ -57,8 +56,7 @@ class Layout(NamedTuple):
     group: str = ""  # name of the process group, "": this rank holds all of it
     start: int = 0
     vocab_size: int = 0
-    rows: tuple[int, ...] = ()  # of all ranks, in the order of the group
-    positions: tuple[int, ...] = ()
+    rows: tuple[int, ...] = ()  # of all ranks, in the order of the group, which is that of the columns
     class_weights: tuple[int, ...] = ()  # -1: none
 
 
@@ -118,10 +116,9 @@ def agree(group: dist.ProcessGroup, facts: Facts, settings: tuple, target: Tenso
     _check_rows(rows, facts.vocab_size)
     return Layout(
         group.group_name if len(rows) > 1 else "",
-        sum(other.rows for other in everyone if other.position < facts.position),
+        sum(rows[: dist.get_rank(group)]),
         facts.vocab_size or sum(rows),
         rows,
-        tuple(other.position for other in everyone),
         tuple(other.class_weights - 1 for other in everyone),
     )
 
@@ -129,12 +126,12 @@ def agree(group: dist.ProcessGroup, facts: Facts, settings: tuple, target: Tenso
 def alone(facts: Facts) -> Layout:
     """The layout without a group: no collective, ever."""
     _check_rows((facts.rows,), facts.vocab_size)
-    return Layout("", 0, facts.vocab_size or facts.rows, (facts.rows,), (0,), (facts.class_weights - 1,))
+    return Layout("", 0, facts.vocab_size or facts.rows, (facts.rows,), (facts.class_weights - 1,))
 
 
 def _checksum(target: Tensor) -> int:  # [T]
     """Depends on every label and its place; wraps around."""
-    return int((target * torch.arange(1, 2 * len(target), 2, device=target.device)).sum())
+    return int((target * torch.arange(1, len(target) + 1, device=target.device)).sum())
 
 
 def _check_rows(rows: tuple[int, ...], vocab_size: int) -> None:
@@ -154,23 +151,18 @@ def gather_columns(part: Tensor, layout: Layout) -> Tensor:  # [rows of this ran
     padded = torch.nn.functional.pad(part, (0, widest - len(part)))
     parts = part.new_empty(len(layout.rows) * widest)
     _all_gather(parts, padded, group=_group(layout.group))
-    ranks = sorted(range(len(layout.rows)), key=layout.positions.__getitem__)
-    return torch.cat([parts[rank * widest :][: layout.rows[rank]] for rank in ranks])
+    return torch.cat([parts[rank * widest :][:rows] for rank, rows in enumerate(layout.rows)])
 
 
 def merge_ranks(state: Tensor, group: str) -> Tensor:  # [FIELDS, R] of this rank -> of the whole vocabulary
-    """One all-gather of the packed states, merged as blocks are."""
+    """One all-gather of the packed states, merged as blocks are: the ranks are in the order of their columns."""
     if state.numel() == 0:  # no row is kept, here and on every other rank
         return state
     members = _group(group)
     ranks = dist.get_world_size(members)
     states = state.new_empty(ranks, *state.shape)
     _all_gather(states, state[None].contiguous(), group=members)
-    merged = merge(states)
-    # The first of equals by its index: the ranks of a group need not lie in the order of their columns.
-    equal = states[:, ROW_MAX] == merged[ROW_MAX]
-    merged[PREDICTION] = torch.where(equal, states[:, PREDICTION], merged[PREDICTION]).amin(dim=0)
-    return merged
+    return merge(states)
 
 
 def start_sum(tensor: Tensor, group: str) -> dist.Work | None:

@@ -20,7 +20,6 @@ class Local(NamedTuple):
     bias: Any
     class_weight: Any
     group: dist.ProcessGroup | None  # over which the vocabulary is sharded
-    position: int  # of this rank's shard in the vocabulary
 
 
 def is_dtensor(tensor: Any) -> bool:
@@ -31,13 +30,12 @@ def is_dtensor(tensor: Any) -> bool:
 def localise(input, weight, target, bias, class_weight, process_group) -> Local:
     """Every DTensor as the local tensor that the operator needs; plain tensors as they are."""
     group = as_group("process_group", process_group)
-    position = 0 if group is None else dist.get_rank(group)
     if not any(map(is_dtensor, (input, weight, target, bias, class_weight))):
-        return Local(input, weight, target, bias, class_weight, group, position)
+        return Local(input, weight, target, bias, class_weight, group)
     name, owner = ("logits", input) if weight is None else ("linear_weight", weight)
     if is_dtensor(owner):
         dim = _vocabulary_dim(name, owner, owner.ndim - 1 if weight is None else 0)
-        group, position = _group_of(name, owner, dim, group, position)
+        group = _group_of(name, owner, dim, group)
         bias = _like(bias, owner)
         owner = owner.to_local()
     if weight is None:
@@ -47,7 +45,7 @@ def localise(input, weight, target, bias, class_weight, process_group) -> Local:
     target = _tokens("target", target, group, last=target.ndim)
     class_weight = class_weight.full_tensor() if is_dtensor(class_weight) else class_weight
     bias = bias.to_local() if is_dtensor(bias) else bias
-    return Local(input, weight, target, bias, class_weight, group, position)
+    return Local(input, weight, target, bias, class_weight, group)
 
 
 def _refuse(name: str, tensor: Any, wanted: str):
@@ -67,16 +65,16 @@ def _vocabulary_dim(name: str, tensor: Any, axis: int) -> int | None:
     return sharded[0] if sharded else None
 
 
-def _group_of(name: str, tensor: Any, dim: int | None, given: Any, position: int) -> tuple[Any, int]:
+def _group_of(name: str, tensor: Any, dim: int | None, given: Any) -> Any:
     mesh = tensor.device_mesh
     if dim is None:
         if given is not None:
             _refuse(name, tensor, f"a shard of the vocabulary, since process_group={given!r} is given")
-        return None, 0
+        return None
     group = mesh.get_group(dim)
     if given is not None and given.group_name != group.group_name:
         _refuse(name, tensor, f"no process_group beside it, or the one of its mesh dimension {dim}, got {given!r}")
-    return group, mesh.get_local_rank(dim)
+    return group
 
 
 def _like(bias: Any, weight: Any) -> Any:

@@ -101,8 +101,7 @@ class Call:
         process_group=None, vocab_size=None,
     ):  # fmt: skip
         local = dtensor.localise(input, weight, target, bias, class_weight, process_group)
-        self.group, self.position = local.group, local.position
-        self.input, self.weight, self.target, self.bias, self.class_weight = local[:5]
+        self.input, self.weight, self.target, self.bias, self.class_weight, self.group = local
         with self.telling():
             self._check(ignore_index, softcap, logit_scale, temperature, vocab_size)
 
@@ -149,7 +148,6 @@ class Call:
     def _agree(self, wanted: tuple[bool, bool, bool]) -> Layout:
         """Where the rows lie in the vocabulary, agreed with the ranks that share it."""
         facts = Facts(
-            position=self.position,
             rows=self.rows,
             class_weights=0 if self.class_weight is None else len(self.class_weight) + 1,
             vocab_size=self.vocab_size,
