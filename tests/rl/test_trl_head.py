@@ -7,7 +7,7 @@ import pytest
 import tiny
 import torch
 import trl.trainer.utils as trl_utils
-from torch.utils._python_dispatch import TorchDispatchMode
+from measure import memory
 
 from liger_entropy.huggingface import apply_liger_entropy
 from liger_entropy.integrations.trl import add_fused_lm_head, apply_to_trl, remove_from_trl
@@ -175,35 +175,23 @@ def test_fp32_head_multiplies_in_fp32_outside_autocast():
     assert model(input_ids=ids, attention_mask=mask).logits.dtype == torch.float32
 
 
-class Largest(TorchDispatchMode):
-    """The size of the largest tensor that an operation makes."""
-
-    def __init__(self):
-        super().__init__()
-        self.numel = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        tensors = [t for t in (out if isinstance(out, (tuple, list)) else [out]) if isinstance(t, torch.Tensor)]
-        if "empty" in func.__name__ or not func.is_view:
-            self.numel = max([self.numel, *(t.numel() for t in tensors)])
-        return out
-
-
-def test_no_tensor_of_tokens_times_vocabulary_is_made():
+def test_no_logits_are_held():
     """TRL's tile of 32,768 columns is the whole logits at this vocabulary; a chunk here is 1,024."""
-    made = {}
+    used = {}
     for name, add in (("trl", trl_utils.add_fused_lm_head), ("ours", add_fused_lm_head)):
         model = tiny.model(vocab_size=16000, hidden_size=8, head_dim=4, scale=1.0)
         add(model, outputs=("log_probs", "entropy"))
         ids, mask, _ = batch(300, B=8, S=17)
-        with Largest() as largest:
+
+        def step(model=model, ids=ids, mask=mask):
             out = model(input_ids=ids, attention_mask=mask, labels=ids, fused_lm_head=True)
             (out.loss - 0.1 * out.entropy.mean()).backward()
-        made[name] = largest.numel
-    logits = 8 * 16 * 16000
-    assert made["trl"] >= logits, "the measure no longer sees TRL's tile"
-    assert made["ours"] <= logits / 12, f"{made['ours']} elements in one tensor"
+
+        used[name] = memory(step)
+    logits = 8 * 16 * 16000 * 4
+    assert used["trl"].largest >= logits, "the measure no longer sees TRL's tile"
+    assert used["ours"].largest <= logits / 12
+    assert used["ours"].peak <= used["trl"].peak / 8, f"{used}"
 
 
 def test_a_head_that_cannot_be_deferred_is_right_and_says_so_once():
