@@ -1,0 +1,72 @@
+"""torch.compile traces through the patch: the whole model, its loss and its statistics are one graph."""
+
+import pytest
+import torch
+from comparison import assert_close, assert_same_run, batch, evaluate, train
+from families import tiny_model
+
+from liger_entropy.huggingface import apply_liger_entropy, is_patched
+
+INPUTS = batch()
+# aot_eager traces forward and backward as inductor does and leaves out its code generation, most of the time.
+COMPILE = dict(backend="aot_eager", fullgraph=True)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler():
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "granite", "cohere"])
+def test_whole_model_is_one_graph(family):
+    plain = tiny_model(family)
+    model = torch.compile(apply_liger_entropy(tiny_model(family), token_statistics=True), **COMPILE)
+    expected, got = train(plain, INPUTS), train(model, INPUTS)
+    assert_same_run(_unprefixed(got), expected)
+    assert got.outputs.logits is None and got.outputs.token_entropy.shape == INPUTS["labels"].shape
+    assert not torch._dynamo.utils.counters["graph_break"]
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    train(model, INPUTS)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs == 1
+
+
+def _unprefixed(run):
+    run.gradients = {name.removeprefix("_orig_mod."): gradient for name, gradient in run.gradients.items()}
+    return run
+
+
+def test_patch_after_compile():
+    """PAT-28: the compiled graph must not keep the class's own forward."""
+    plain = tiny_model("llama")
+    model = torch.compile(tiny_model("llama"), **COMPILE)
+    train(model, INPUTS)
+    apply_liger_entropy(model, entropy_coef=0.5)
+    assert is_patched(model)
+    got = train(model, INPUTS)
+    assert got.outputs.logits is None
+    assert_close(got.loss, train(plain, INPUTS).loss - 0.5 * got.outputs.entropy_loss.detach())
+
+
+def test_eval_and_generation_inputs():
+    plain = tiny_model("llama")
+    model = torch.compile(apply_liger_entropy(tiny_model("llama")), **COMPILE)
+    expected, got = evaluate(plain, INPUTS, use_cache=False), evaluate(model, INPUTS, use_cache=False)
+    assert_close(got.loss, expected.loss)
+    assert_close(got.logits, expected.logits)
+    ids = {"input_ids": INPUTS["input_ids"]}
+    assert_close(evaluate(model, ids, use_cache=False).logits, evaluate(plain, ids, use_cache=False).logits)
+
+
+def test_head_with_maths_of_its_own_is_right_when_compiled():
+    models = [tiny_model("llama") for _ in range(2)]
+    for model in models:
+        model.lm_head.register_forward_hook(_double)
+    compiled = torch.compile(apply_liger_entropy(models[1]), backend="aot_eager")
+    with pytest.warns(UserWarning, match="not fused.*forward hook"):
+        got = train(compiled, INPUTS)
+    assert_same_run(_unprefixed(got), train(models[0], INPUTS))
+
+
+def _double(module, args, output):
+    return output * 2
