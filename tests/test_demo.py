@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 from matplotlib.image import imread
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from liger_entropy.demo.__main__ import main
+from liger_entropy.demo.text import train_tokenizer
 
 CONFIG = {
     "model_type": "llama",
@@ -39,6 +41,20 @@ def test_compare_gives_tables_picture_and_equal_curves(small, tmp_path, monkeypa
     assert all(float(difference) < 1e-4 for difference in differences.groups())
     picture = imread(tmp_path / "out" / "entropy.png")
     assert picture.shape[0] > 1000 and picture.std() > 0.05
+
+
+def test_pretrained_folder_learns_from_a_folder_of_files(small, tmp_path, capsys):
+    config = GPT2Config(vocab_size=300, n_embd=32, n_layer=1, n_head=2, n_positions=16)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path / "model")
+    texts = tmp_path / "texts" / "deeper"
+    texts.mkdir(parents=True)
+    (texts / "one.txt").write_text("The quick brown fox jumps over the lazy dog.\n" * 100)
+    (texts / "two.md").write_text("A lazy dog sleeps; the fox does not care.\n" * 100)
+    (texts / "binary").write_bytes(b"\xff\xfe\xfd" * 100)
+    train_tokenizer((texts / "one.txt").read_text(), 300).save(str(tmp_path / "model" / "tokenizer.json"))
+    main([*small, "--model", str(tmp_path / "model"), "--text", str(texts.parent)])
+    assert "32 x 300" in capsys.readouterr().out  # 2 sequences, cut to the model's 16 positions
+    assert (tmp_path / "out" / "entropy.png").is_file()
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ class Experiment:
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         self.corpus = read_corpus(options.text)
         self.source = ModelSource(options.model, self.corpus.train)
-        self.length = min(options.length, getattr(self.source.config, "max_position_embeddings", options.length))
+        self.length = min(options.length, self.source.longest or options.length)
         self.tokens = self._encode("training", self.corpus.train)
         held_out = batches(self._encode("held-out", self.corpus.held_out), options.batch, self.length, SEED)
         self.held_out = list(itertools.islice(held_out, HELD_OUT_BATCHES))
@@ -46,7 +46,7 @@ class Experiment:
         parameters = sum(p.numel() for p in self.source.make(SEED, "cpu").parameters())
         return (
             f"{self.source.config.model_type}, {parameters / 1e6:.1f} million parameters, "
-            f"{self.source.config.vocab_size} classes, trained on {self.corpus.source} ({self.device})"
+            f"{self.source.vocab_size} classes, trained on {self.corpus.source} ({self.device})"
         )
 
     def run(
@@ -68,7 +68,7 @@ class Experiment:
 
     def logits_memory(self) -> LogitsMemory:
         """What the library's own planner says of a training step; the last token of a sequence predicts nothing."""
-        batch, vocab = self.options.batch, self.source.config.vocab_size
+        batch, vocab = self.options.batch, self.source.vocab_size
         backend = choose_backend("auto", torch.device(self.device), torch.float32)
         kept = batch * (self.length - 1)
         return LogitsMemory(batch * self.length, vocab, kept, chunk_columns(kept, vocab, backend, "auto"))
@@ -78,7 +78,7 @@ class Experiment:
         entropies = token_entropies(model, passage.ids, self.length)
         return Story(
             title=f"{self.description()}, entropy coefficient {self.options.entropy_coef:g}",
-            vocab_size=self.source.config.vocab_size,
+            vocab_size=self.source.vocab_size,
             patched=patched.history,
             plain=plain.history if plain else None,
             passage=passage,

@@ -27,11 +27,13 @@ class ModelSource:
         if self.pretrained:
             self.config = _read_config(self.pretrained / "config.json")
             self.tokenizer = _read_tokenizer(self.pretrained)
-            return
-        self.config = _preset(name) if name in PRESETS else _read_config(Path(name))
-        self.tokenizer = train_tokenizer(text, self.config.vocab_size)
-        # A short text has fewer merges than asked for.
-        self.config.vocab_size = self.tokenizer.get_vocab_size()
+        else:
+            self.config = _preset(name) if name in PRESETS else _read_config(Path(name))
+            self.tokenizer = train_tokenizer(text, self.config.get_text_config().vocab_size)
+            # A short text has fewer merges than asked for.
+            self.config.get_text_config().vocab_size = self.tokenizer.get_vocab_size()
+        self.vocab_size: int = self.config.get_text_config().vocab_size
+        self.longest: int | None = getattr(self.config.get_text_config(), "max_position_embeddings", None)
 
     def make(self, seed: int, device: str) -> PreTrainedModel:
         torch.manual_seed(seed)
