@@ -69,6 +69,16 @@ class Kept(NamedTuple):
     block_max: Tensor  # [blocks of the cache, K]
 
 
+class Chunk(NamedTuple):
+    """Consecutive classes, C of them, and the parameters' views for them."""
+
+    start: int
+    stop: int
+    weight: Tensor | None  # [C, D]
+    bias: Tensor | None  # [C]
+    class_weight: Tensor | None  # [C]
+
+
 class Problem:
     """The rows that take part in a call, and the chunks of the vocabulary they meet."""
 
@@ -100,12 +110,12 @@ class Problem:
         size = self.x.shape[1] if weight is None else weight.shape[0]
         return max(0, min(size, s.vocab_size - s.vocab_start)) if self.x.shape[0] else 0
 
-    def forward_chunks(self) -> list[tuple[int, int]]:
+    def forward_bounds(self) -> list[tuple[int, int]]:
         if self.tensors.weight is None:
             return _steps(0, self.columns, self.columns)
         return _steps(0, self.columns, self.sizes.forward_columns)
 
-    def backward_chunks(self) -> list[tuple[int, int]]:
+    def backward_bounds(self) -> list[tuple[int, int]]:
         """Cached columns first, in wide chunks: there the memory is spent already, and every chunk reads and writes
         dx once. An eighth of the cache costs an eighth more memory and leaves 8 passes over dx."""
         if self.tensors.weight is None:
@@ -118,38 +128,54 @@ class Problem:
     def blocks(self, columns: int) -> int:
         return -(-columns // self.backend.BLOCK_COLUMNS)
 
-    def chunk_blocks(self, start: int, stop: int) -> slice:
-        return slice(start // self.backend.BLOCK_COLUMNS, self.blocks(stop))
+    def chunk_blocks(self, start: int, stop: int) -> tuple[int, int]:
+        return start // self.backend.BLOCK_COLUMNS, self.blocks(stop)
 
     def cached(self, stop: int) -> bool:
         return stop <= self.sizes.cache_columns
 
-    def buffer(self, dtype: torch.dtype, chunks: list[tuple[int, int]]) -> Tensor:
-        """A flat buffer that serves each of the chunks in turn."""
-        widest = max((stop - start for start, stop in chunks), default=0)
-        return self.x.new_empty(self.x.shape[0] * widest, dtype=dtype)
+    def chunks(self, bounds: list[tuple[int, int]]) -> list[Chunk]:
+        """The parameters' views for each chunk, all cut in one call each: slicing in the loop would cost the host as
+        much time as the products' launches."""
+        t, accumulator = self.tensors, self.products.accumulator
+        bias = None if t.bias is None else t.bias.to(accumulator)
+        class_weight = None if t.class_weight is None else t.class_weight.to(accumulator)
+        parts = [split(v, bounds) for v in (t.weight, bias, class_weight)]
+        return [Chunk(*bound, *views) for bound, *views in zip(bounds, *parts, strict=True)]
 
-    def part(self, vector: Tensor | None, start: int, stop: int) -> Tensor | None:
-        """Columns of the bias or the class weight."""
-        return None if vector is None else vector[start:stop].to(self.products.accumulator)
+    def logits(self, buffer: Buffer | None, chunk: Chunk, weight: Tensor | None) -> Tensor:
+        """Products of the chunk [R, C] in the buffer, or the given logits. weight [C, D] is an operand."""
+        if buffer is None or weight is None:
+            return self.x[:, chunk.start : chunk.stop]
+        return self.products.logits(self.x, weight, out=buffer.view(chunk.stop - chunk.start))
 
-    def weight(self, start: int, stop: int) -> Tensor:
-        assert self.tensors.weight is not None
-        return self.products.operand(self.tensors.weight[start:stop])
+    def operand(self, chunk: Chunk) -> Tensor | None:
+        return None if chunk.weight is None else self.products.operand(chunk.weight)
 
-    def logits(self, buffer: Tensor | None, start: int, stop: int) -> Tensor:
-        """Products of the chunk [R, C] in the buffer, or the given logits."""
-        if buffer is None:
-            return self.x[:, start:stop]
-        return self.products.logits(self.x, self.weight(start, stop), out=_shaped(buffer, self.x.shape[0], stop - start))
+
+class Buffer:
+    """Room that every chunk uses in turn, as [R, C]."""
+
+    def __init__(self, like: Tensor, bounds: list[tuple[int, int]], dtype: torch.dtype):
+        self.rows = like.shape[0]
+        self.flat = like.new_empty(self.rows * max((stop - start for start, stop in bounds), default=0), dtype=dtype)
+        self.views: dict[int, Tensor] = {}
+
+    def view(self, columns: int) -> Tensor:
+        if columns not in self.views:
+            self.views[columns] = self.flat[: self.rows * columns].view(self.rows, columns)
+        return self.views[columns]
+
+
+def split(tensor: Tensor | None, bounds: list[tuple[int, int]]) -> list[Tensor | None]:
+    """Views of the tensor's first dimension within consecutive bounds."""
+    if tensor is None or not bounds:
+        return [None] * len(bounds)
+    return list(tensor[: bounds[-1][1]].split_with_sizes([stop - start for start, stop in bounds]))
 
 
 def _steps(start: int, stop: int, step: int) -> list[tuple[int, int]]:
     return [(c, min(c + step, stop)) for c in range(start, stop, max(step, 1))]
-
-
-def _shaped(buffer: Tensor, rows: int, columns: int) -> Tensor:
-    return buffer[: rows * columns].view(rows, columns)
 
 
 def _padded(values: Tensor, size: int) -> Tensor:
@@ -174,16 +200,15 @@ def forward(tensors: Tensors, settings: Settings) -> tuple[list[Tensor | None], 
 
 
 def _partials(problem: Problem, cache: Tensor) -> Tensor:  # [blocks, FIELDS, R]
-    p, rows, chunks = problem, problem.x.shape[0], problem.forward_chunks()
+    p, rows, bounds = problem, problem.x.shape[0], problem.forward_bounds()
     partials = p.x.new_zeros(p.blocks(p.columns), FIELDS, rows, dtype=p.products.accumulator)
-    buffer = None if p.tensors.weight is None else p.buffer(p.products.accumulator, chunks)
+    buffer = None if p.tensors.weight is None else Buffer(p.x, bounds, p.products.accumulator)
     statistics = p.backend.Statistics(p.target, p.transform, p.settings.wanted, overwrite=buffer is not None)
-    for start, stop in chunks:
-        statistics(
-            p.logits(buffer, start, stop), p.part(p.tensors.bias, start, stop),
-            p.part(p.tensors.class_weight, start, stop), p.sizes.vocab_start + start,
-            partials[p.chunk_blocks(start, stop)], cache[:rows, start:stop] if p.cached(stop) else None,
-        )  # fmt: skip
+    block_bounds = [p.chunk_blocks(*bound) for bound in bounds]
+    for chunk, part in zip(p.chunks(bounds), split(partials, block_bounds), strict=True):
+        z = p.logits(buffer, chunk, p.operand(chunk))
+        kept = cache[:rows, chunk.start : chunk.stop] if p.cached(chunk.stop) else None
+        statistics(z, chunk.bias, chunk.class_weight, p.sizes.vocab_start + chunk.start, part, kept)
     return partials
 
 
@@ -203,11 +228,11 @@ def backward(
     coefficients = p.backend.coefficients(upstream, p.target, p.index, residuals, settings.sizes.vocab_size, p.transform)
     flags = upstream.entropy is not None, upstream.smooth is not None
     gradient, gradients = p.backend.Gradient(p.target, p.transform, residuals, coefficients, flags), Gradients(p, needs)
-    for start, stop in p.backward_chunks():
-        z, block_max, out = gradients.sources(kept, start, stop)
-        bias, class_weight = p.part(tensors.bias, start, stop), p.part(tensors.class_weight, start, stop)
-        gradient(z, block_max, bias, class_weight, settings.sizes.vocab_start + start, out)
-        gradients.add(out, start, stop)
+    for chunk in p.chunks(gradients.bounds):
+        weight = p.operand(chunk)
+        z, block_max, out = gradients.sources(kept, chunk, weight)
+        gradient(z, block_max, chunk.bias, chunk.class_weight, settings.sizes.vocab_start + chunk.start, out)
+        gradients.add(out, chunk, weight)
     return gradients.finish()
 
 
@@ -220,43 +245,49 @@ class Gradients:
         self.problem = p
         self.given = t.weight is None
         self.sum = None  # of the ranks' dx, under way
-        chunks = p.backward_chunks()
-        cached = [chunk for chunk in chunks if p.cached(chunk[1])]
-        self.products = None if self.given else p.buffer(p.products.accumulator, chunks[len(cached) :])
-        self.gradient = None if self.given else p.buffer(p.products.gradient_dtype, cached)
-        shape, dtype = p.x.shape, t.x.dtype if self.given else p.products.accumulator
-        self.dx = p.x.new_zeros(shape, dtype=dtype) if need_x or self.given else None
+        self.bounds = p.backward_bounds()
+        cached = [bound for bound in self.bounds if p.cached(bound[1])]
+        self.products = None if self.given else Buffer(p.x, self.bounds[len(cached) :], p.products.accumulator)
+        self.gradient = None if self.given else Buffer(p.x, cached, p.products.gradient_dtype)
+        self.halves: dict[int, Tensor] = {}  # the buffer of products, seen as the half gradients in its rows
+        dtype = t.x.dtype if self.given else p.products.accumulator
+        self.dx = (p.x.new_empty if p.columns else p.x.new_zeros)(p.x.shape, dtype=dtype) if need_x else None
+        if self.given and self.dx is not None:
+            self.dx[:, p.columns :] = 0
         self.dw = _zeros_beyond(t.weight, p.columns) if need_weight else None
         self.db = _zeros_beyond(t.bias, p.columns) if need_bias else None
+        self.dw_parts = split(self.dw, self.bounds)[::-1]
 
-    def sources(self, kept: Kept, start: int, stop: int) -> tuple[Tensor, Tensor | None, Tensor]:
+    def sources(self, kept: Kept, chunk: Chunk, weight: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
         """The chunk's logits, their block maxima if they come from the cache, and where the gradient goes."""
-        p, rows = self.problem, self.problem.x.shape[0]
+        p, rows, columns = self.problem, self.problem.x.shape[0], chunk.stop - chunk.start
         if self.products is None or self.gradient is None:
             assert self.dx is not None
-            return p.x[:, start:stop], None, self.dx[:, start:stop]
-        if p.cached(stop):
-            block_max = kept.block_max[p.chunk_blocks(start, stop), :rows]
-            return kept.cache[:rows, start:stop], block_max, _shaped(self.gradient, rows, stop - start)
-        z = p.logits(self.products, start, stop)
+            return p.logits(None, chunk, None), None, self.dx[:, chunk.start : chunk.stop]
+        if p.cached(chunk.stop):
+            block_max = kept.block_max[slice(*p.chunk_blocks(chunk.start, chunk.stop)), :rows]
+            return kept.cache[:rows, chunk.start : chunk.stop], block_max, self.gradient.view(columns)
+        z = p.logits(self.products, chunk, weight)
         if p.products.gradient_dtype == z.dtype:
             return z, None, z
         # The half gradient is written over the fp32 products, row by row: no second buffer.
-        return z, None, z.view(p.products.gradient_dtype)[:, : stop - start]
+        if columns not in self.halves:
+            self.halves[columns] = z.view(p.products.gradient_dtype)[:, :columns]
+        return z, None, self.halves[columns]
 
-    def add(self, g: Tensor, start: int, stop: int) -> None:
-        """Everything that the chunk's gradient g [R, C] contributes."""
+    def add(self, g: Tensor, chunk: Chunk, weight: Tensor | None) -> None:
+        """Everything that the chunk's gradient g [R, C] contributes. weight [C, D] is an operand."""
         p = self.problem
         if self.db is not None:
-            self.db[start:stop] = g.sum(dim=0, dtype=p.products.accumulator)
-        if self.given:
+            self.db[chunk.start : chunk.stop] = g.sum(dim=0, dtype=p.products.accumulator)
+        if weight is None:
             return
         if self.dx is not None:
-            p.products.add_input_gradient(g, p.weight(start, stop), self.dx, first=start == 0)
-            if stop == p.columns:
+            p.products.add_input_gradient(g, weight, self.dx, first=chunk.start == 0)
+            if chunk.stop == p.columns:
                 self.start_sum()
         if self.dw is not None:
-            p.products.weight_gradient(g, p.x, out=self.dw[start:stop])
+            p.products.weight_gradient(g, p.x, out=self.dw_parts.pop())
 
     def start_sum(self) -> None:
         """Add up the ranks' parts of dx, beside the last chunk's dw. An empty shard comes here without a chunk."""

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True)
 class Products:
     """Products of operands rounded to ``dtype``, the dtype that a plain ``F.linear`` would multiply in.
 
@@ -17,24 +14,17 @@ class Products:
     faster than a bf16 product.
     """
 
-    dtype: torch.dtype
-    device: torch.device
-
-    @property
-    def accumulator(self) -> torch.dtype:
-        return torch.float64 if self.dtype == torch.float64 else torch.float32
-
-    @property
-    def mixed(self) -> bool:
-        """Half operands with an fp32 result in one call."""
-        return self.device.type == "cuda" and torch.version.hip is None and self.dtype.itemsize == 2
-
-    @property
-    def gradient_dtype(self) -> torch.dtype:
-        """dtype in which a chunk's gradient enters the products."""
-        return self.dtype if self.mixed else self.accumulator
+    def __init__(self, dtype: torch.dtype, device: torch.device):
+        self.dtype = dtype
+        self.accumulator = torch.float64 if dtype == torch.float64 else torch.float32
+        # Half operands with an fp32 result in one call.
+        self.mixed = device.type == "cuda" and torch.version.hip is None and dtype.itemsize == 2
+        # dtype in which a chunk's gradient enters the products.
+        self.gradient_dtype = dtype if self.mixed else self.accumulator
 
     def operand(self, tensor: Tensor) -> Tensor:
+        if tensor.dtype == self.dtype == self.gradient_dtype:
+            return tensor
         return tensor.to(self.dtype).to(self.gradient_dtype)
 
     def logits(self, x: Tensor, w: Tensor, out: Tensor) -> Tensor:
