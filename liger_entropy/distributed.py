@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
 from .equations import merge
 
@@ -73,7 +74,7 @@ def as_group(name: str, group: Any) -> dist.ProcessGroup | None:
 
 
 def _group(name: str) -> dist.ProcessGroup:
-    return torch.distributed.distributed_c10d._resolve_process_group(name)
+    return distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
 
 
 @contextmanager
@@ -136,7 +137,7 @@ def _checksum(target: Tensor) -> int:  # [T]
 
 def _check_rows(rows: tuple[int, ...], vocab_size: int) -> None:
     if vocab_size > sum(rows) or sum(rows) == 0:
-        held = f"{' + '.join(map(str, rows))} = {sum(rows)}" if len(rows) > 1 else rows[0]
+        held = f"{' + '.join(map(str, rows))} = {sum(rows)}" if len(rows) > 1 else sum(rows)
         raise ValueError(f"vocab_size: declared {vocab_size or 'none'}, but the weight has {held} rows")
     if vocab_size and sum(count >= vocab_size for count in rows) > 1:
         raise ValueError(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -91,14 +90,12 @@ def _tokens(name: str, tensor: Any, group: Any, last: int) -> Any:
     (sequence parallel layers leave them) are gathered; the gradient of a gathered tensor is complete on every rank."""
     if not is_dtensor(tensor):
         return tensor
-    mesh, replicated = tensor.device_mesh, [_replicate()] * tensor.device_mesh.ndim
+    from torch.distributed.tensor import Replicate  # imported by now, see is_dtensor
+
+    mesh, replicated = tensor.device_mesh, [Replicate()] * tensor.device_mesh.ndim
     for dim, placement in enumerate(tensor.placements):
         axis = _shards(placement, tensor.ndim)
         ours = group is not None and mesh.get_group(dim).group_name == group.group_name
         if not placement.is_replicate() and not (ours and axis is not None and axis < last):
             _refuse(name, tensor, "Replicate(), or a Shard of its tokens over the ranks that share the vocabulary")
     return tensor.redistribute(placements=replicated).to_local(grad_placements=replicated)
-
-
-def _replicate() -> Any:
-    return torch.distributed.tensor.Replicate()

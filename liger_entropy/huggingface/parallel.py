@@ -1,8 +1,8 @@
 """Output embeddings that tensor parallelism shards over the vocabulary: what it does around their forward.
 
-torch's ``parallelize_module`` lays inputs out in a forward pre-hook and logits in a forward hook; transformers' ``tp_plan``
-does both in a forward that it puts on the instance. Statistics come out whole on every rank, so a call that makes
-them keeps what is done to the input and passes by what is done to the logits.
+torch's ``parallelize_module`` lays inputs out in a forward pre-hook and logits in a forward hook; transformers'
+``tp_plan`` does both in a forward that it puts on the instance. Statistics come out whole on every rank, so a call
+that makes them keeps what is done to the input and passes by what is done to the logits.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def lays_out_logits(hook: Any) -> bool:
 
 def style_of(head: nn.Module) -> Any:
     """transformers' parallel style whose forward the instance has; None if it has none or another's."""
-    forward = head.__dict__.get("forward")
+    forward: Any = head.__dict__.get("forward")
     if getattr(forward, "__module__", None) != "transformers.distributed.tensor_parallel":
         return None
     style = inspect.getclosurevars(forward).nonlocals.get("self")
@@ -43,7 +43,8 @@ def statistics_call(head: nn.Module, hidden: Tensor) -> Iterator[Tensor]:
     head._forward_hooks = OrderedDict((key, hook) for key, hook in hooks.items() if not lays_out_logits(hook))
     forward = None
     if style is not None:
-        (hidden,), _ = style.transform_inputs_pre_forward(head, (hidden,), {}, head.weight.device_mesh)
+        weight: Any = head.weight
+        (hidden,), _ = style.transform_inputs_pre_forward(head, (hidden,), {}, weight.device_mesh)
         forward = head.__dict__.pop("forward")
     try:
         yield hidden
