@@ -125,7 +125,9 @@ def _setup(ctx, inputs, output):
     tensors, settings, _ = _split(inputs, Tensors, Settings)
     ctx.settings = settings
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(*output[_STATISTICS - 1 :])
+    entropy, smooth, _ = settings.wanted
+    empty = [o for o, wanted in zip(output[1:4:2], (entropy, smooth), strict=True) if not wanted]
+    ctx.mark_non_differentiable(*empty, *output[_STATISTICS - 1 :])
     ctx.save_for_backward(*tensors, *output[_STATISTICS:])
 
 

@@ -55,6 +55,7 @@ class ComputeOptions:
                 raise ValueError(f"{name}: expected True or False, got {getattr(self, name)!r}")
 
 
+@torch.compiler.assume_constant_result
 @functools.cache
 def triton_missing() -> str | None:
     """Why Triton cannot be imported, or None."""

@@ -8,9 +8,12 @@ from __future__ import annotations
 import importlib
 from types import ModuleType
 
+import torch
+
 MODULES = {"torch": "eager", "triton": "triton"}
 
 
+@torch.compiler.assume_constant_result  # Dynamo cannot trace an import
 def get(name: str) -> ModuleType:
     """The backend module of that name, imported on first use: Triton is not needed before."""
     return importlib.import_module(f"{__name__}.{MODULES[name]}")
