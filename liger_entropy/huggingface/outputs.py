@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -39,7 +40,7 @@ def replace_logits(outputs: Any, value_of: Callable[[DeferredLogits], Tensor | N
 
 def _set_item(outputs: dict, key: str, value: Any) -> None:
     if value is None and hasattr(outputs, key):  # a ModelOutput has no item for a field that is None
-        dict.__delitem__(outputs, key)
+        OrderedDict.__delitem__(outputs, key)
         object.__setattr__(outputs, key, None)
     else:
         outputs[key] = value
