@@ -8,6 +8,7 @@ again (or reads the cached copy), turns it into its own gradient ``g``, and adds
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from types import ModuleType
 from typing import NamedTuple
 
@@ -17,6 +18,12 @@ from torch import Tensor
 from . import backends, distributed
 from .equations import FIELDS, ROW_MAX, Transform, merge, put
 from .products import Products
+
+
+# The backward's chunks may be this many times as wide as the forward's where they need no memory of their own.
+WIDER = 2
+# Elements; a view that starts at a multiple of it is aligned for 128-bit loads and for cuBLAS in every dtype.
+ALIGNED = 64
 
 
 class Tensors(NamedTuple):
@@ -115,33 +122,44 @@ class Problem:
             return _steps(0, self.columns, self.columns)
         return _steps(0, self.columns, self.sizes.forward_columns)
 
-    def backward_bounds(self) -> list[tuple[int, int]]:
+    def backward_bounds(self, spare_row_bytes: int) -> list[tuple[int, int]]:
         """Cached columns first, in wide chunks: there the memory is spent already, and every chunk reads and writes
-        dx once. An eighth of the cache costs an eighth more memory and leaves 8 passes over dx."""
+        dx once. An eighth of the cache costs an eighth more memory and leaves 8 passes over dx.
+
+        Then the recomputed ones, of backward_columns; wider as long as the chunk's logits fit in the part of dw that
+        is still to be written, which has spare_row_bytes a class (0: no dw, or not to be used so).
+        """
         if self.tensors.weight is None:
             return _steps(0, self.columns, self.columns)
         s, block = self.sizes, self.backend.BLOCK_COLUMNS
         cached = min(s.cache_columns, self.columns)
-        wide = max(s.backward_columns, self.blocks(cached // 8) * block)
-        return _steps(0, cached, wide) + _steps(cached, self.columns, s.backward_columns)
+        bounds = _steps(0, cached, max(s.backward_columns, self.blocks(cached // 8) * block))
+        start, logits_row_bytes = cached, self.x.shape[0] * self.products.accumulator.itemsize
+        while start < self.columns:
+            room = (self.columns - start) * spare_row_bytes - ALIGNED * self.products.accumulator.itemsize
+            fitting = room // (logits_row_bytes + spare_row_bytes)
+            step = max(s.backward_columns, min(s.forward_columns * WIDER, fitting) // block * block)
+            bounds.append((start, min(start + step, self.columns)))
+            start += step
+        return bounds
 
     def blocks(self, columns: int) -> int:
         return -(-columns // self.backend.BLOCK_COLUMNS)
 
-    def chunk_blocks(self, start: int, stop: int) -> tuple[int, int]:
-        return start // self.backend.BLOCK_COLUMNS, self.blocks(stop)
+    def chunk_blocks(self, start: int, stop: int) -> slice:
+        return slice(start // self.backend.BLOCK_COLUMNS, self.blocks(stop))
 
     def cached(self, stop: int) -> bool:
         return stop <= self.sizes.cache_columns
 
-    def chunks(self, bounds: list[tuple[int, int]]) -> list[Chunk]:
-        """The parameters' views for each chunk, all cut in one call each: slicing in the loop would cost the host as
-        much time as the products' launches."""
+    def chunks(self, bounds: list[tuple[int, int]]) -> Iterator[Chunk]:
+        """The bounds with the parameters' views, cut while the device works on the chunk before."""
         t, accumulator = self.tensors, self.products.accumulator
         bias = None if t.bias is None else t.bias.to(accumulator)
         class_weight = None if t.class_weight is None else t.class_weight.to(accumulator)
-        parts = [split(v, bounds) for v in (t.weight, bias, class_weight)]
-        return [Chunk(*bound, *views) for bound, *views in zip(bounds, *parts, strict=True)]
+        for start, stop in bounds:
+            views = (None if v is None else v.narrow(0, start, stop - start) for v in (t.weight, bias, class_weight))
+            yield Chunk(start, stop, *views)
 
     def logits(self, buffer: Buffer | None, chunk: Chunk, weight: Tensor | None) -> Tensor:
         """Products of the chunk [R, C] in the buffer, or the given logits. weight [C, D] is an operand."""
@@ -159,19 +177,20 @@ class Buffer:
     def __init__(self, like: Tensor, bounds: list[tuple[int, int]], dtype: torch.dtype):
         self.rows = like.shape[0]
         self.flat = like.new_empty(self.rows * max((stop - start for start, stop in bounds), default=0), dtype=dtype)
+        self.spare: Tensor | None = None  # longer than flat: a tensor whose end is free for now
         self.views: dict[int, Tensor] = {}
 
     def view(self, columns: int) -> Tensor:
         if columns not in self.views:
-            self.views[columns] = self.flat[: self.rows * columns].view(self.rows, columns)
+            size = self.rows * columns
+            flat = self.flat[:size] if size <= self.flat.numel() or self.spare is None else self._end_of_spare(size)
+            self.views[columns] = flat.view(self.rows, columns)
         return self.views[columns]
 
-
-def split(tensor: Tensor | None, bounds: list[tuple[int, int]]) -> list[Tensor | None]:
-    """Views of the tensor's first dimension within consecutive bounds."""
-    if tensor is None or not bounds:
-        return [None] * len(bounds)
-    return list(tensor[: bounds[-1][1]].split_with_sizes([stop - start for start, stop in bounds]))
+    def _end_of_spare(self, size: int) -> Tensor:
+        assert self.spare is not None
+        start = (self.spare.numel() - size) // ALIGNED * ALIGNED
+        return self.spare[start : start + size]
 
 
 def _steps(start: int, stop: int, step: int) -> list[tuple[int, int]]:
@@ -204,10 +223,10 @@ def _partials(problem: Problem, cache: Tensor) -> Tensor:  # [blocks, FIELDS, R]
     partials = p.x.new_zeros(p.blocks(p.columns), FIELDS, rows, dtype=p.products.accumulator)
     buffer = None if p.tensors.weight is None else Buffer(p.x, bounds, p.products.accumulator)
     statistics = p.backend.Statistics(p.target, p.transform, p.settings.wanted, overwrite=buffer is not None)
-    block_bounds = [p.chunk_blocks(*bound) for bound in bounds]
-    for chunk, part in zip(p.chunks(bounds), split(partials, block_bounds), strict=True):
+    for chunk in p.chunks(bounds):
         z = p.logits(buffer, chunk, p.operand(chunk))
         kept = cache[:rows, chunk.start : chunk.stop] if p.cached(chunk.stop) else None
+        part = partials[p.chunk_blocks(chunk.start, chunk.stop)]
         statistics(z, chunk.bias, chunk.class_weight, p.sizes.vocab_start + chunk.start, part, kept)
     return partials
 
@@ -245,18 +264,21 @@ class Gradients:
         self.problem = p
         self.given = t.weight is None
         self.sum = None  # of the ranks' dx, under way
-        self.bounds = p.backward_bounds()
+        self.dw = _zeros_beyond(t.weight, p.columns) if need_weight else None
+        spare = _as_spare(self.dw, p)
+        self.bounds = p.backward_bounds(0 if spare is None else spare.nbytes // p.columns)
         cached = [bound for bound in self.bounds if p.cached(bound[1])]
-        self.products = None if self.given else Buffer(p.x, self.bounds[len(cached) :], p.products.accumulator)
+        own = [b for b in self.bounds[len(cached) :] if b[1] - b[0] <= p.sizes.backward_columns]
+        self.products = None if self.given else Buffer(p.x, own, p.products.accumulator)
         self.gradient = None if self.given else Buffer(p.x, cached, p.products.gradient_dtype)
+        if self.products is not None:
+            self.products.spare = spare
         self.halves: dict[int, Tensor] = {}  # the buffer of products, seen as the half gradients in its rows
         dtype = t.x.dtype if self.given else p.products.accumulator
         self.dx = (p.x.new_empty if p.columns else p.x.new_zeros)(p.x.shape, dtype=dtype) if need_x else None
         if self.given and self.dx is not None:
             self.dx[:, p.columns :] = 0
-        self.dw = _zeros_beyond(t.weight, p.columns) if need_weight else None
         self.db = _zeros_beyond(t.bias, p.columns) if need_bias else None
-        self.dw_parts = split(self.dw, self.bounds)[::-1]
 
     def sources(self, kept: Kept, chunk: Chunk, weight: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
         """The chunk's logits, their block maxima if they come from the cache, and where the gradient goes."""
@@ -265,7 +287,7 @@ class Gradients:
             assert self.dx is not None
             return p.logits(None, chunk, None), None, self.dx[:, chunk.start : chunk.stop]
         if p.cached(chunk.stop):
-            block_max = kept.block_max[slice(*p.chunk_blocks(chunk.start, chunk.stop)), :rows]
+            block_max = kept.block_max[p.chunk_blocks(chunk.start, chunk.stop), :rows]
             return kept.cache[:rows, chunk.start : chunk.stop], block_max, self.gradient.view(columns)
         z = p.logits(self.products, chunk, weight)
         if p.products.gradient_dtype == z.dtype:
@@ -287,7 +309,7 @@ class Gradients:
             if chunk.stop == p.columns:
                 self.start_sum()
         if self.dw is not None:
-            p.products.weight_gradient(g, p.x, out=self.dw_parts.pop())
+            p.products.weight_gradient(g, p.x, out=self.dw[chunk.start : chunk.stop])
 
     def start_sum(self) -> None:
         """Add up the ranks' parts of dx, beside the last chunk's dw. An empty shard comes here without a chunk."""
@@ -303,6 +325,18 @@ class Gradients:
         if dx is not None:
             dx = put(dx.to(p.tensors.x.dtype), p.index, p.tensors.x.shape[0])
         return dx, self.dw, self.db
+
+
+def _as_spare(dw: Tensor | None, problem: Problem) -> Tensor | None:
+    """The rows of dw that chunks will write, as one flat tensor for fp32 products: dw is filled from its start, so until
+    the last chunks its end is room that costs nothing. Given explicit chunk sizes, these are kept to instead."""
+    p = problem
+    if dw is None or p.columns == 0 or p.sizes.forward_columns <= p.sizes.backward_columns:
+        return None
+    used = dw[: p.columns]
+    if not used.is_contiguous() or used.nbytes % p.products.accumulator.itemsize:
+        return None
+    return used.view(-1).view(p.products.accumulator)
 
 
 def _zeros_beyond(parameter: Tensor | None, columns: int) -> Tensor | None:

@@ -39,7 +39,11 @@ def tl_inverse_temperature(temperature_ptr, row, inverse_temperature, HAS_TEMPER
     return inverse_temperature
 
 
-@triton.jit(do_not_specialize=["offset"], do_not_specialize_on_alignment=["partial_ptr"])
+# What is not specialised on here must not need it, and what is must be in the key of its launch: see triton.py.
+@triton.jit(
+    do_not_specialize=["rows", "offset"],
+    do_not_specialize_on_alignment=["target_ptr", "temperature_ptr", "partial_ptr"],
+)
 def statistics_kernel(
     z_ptr,  # [R, C] products or given logits
     z_row_stride,
@@ -112,7 +116,12 @@ def statistics_kernel(
             tl.store(cache_ptr + row * cache_row_stride + column, t.to(cache_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["offset"], do_not_specialize_on_alignment=["block_max_ptr"])
+@triton.jit(
+    do_not_specialize=["block_max_stride", "rows", "offset"],
+    do_not_specialize_on_alignment=[
+        "block_max_ptr", "target_ptr", "temperature_ptr", "residual_ptr", "coefficient_ptr",
+    ],
+)
 def gradient_kernel(
     z_ptr,  # [R, C] products, given logits, or the cached z - block maximum
     z_row_stride,

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
+
 import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=["ignore_index", "vocab_size"])
+def _row_kernel(function):
+    """A kernel that is compiled once for each set of constants and dtypes, whatever its numbers and alignments."""
+    names = [n for n, p in inspect.signature(function).parameters.items() if p.annotation is inspect.Parameter.empty]
+    return triton.jit(function, do_not_specialize=names, do_not_specialize_on_alignment=names)
+
+
+@_row_kernel
 def code_kernel(
     target_ptr,  # [T] labels
     index_ptr,  # [R] tokens of the rows
@@ -35,7 +43,7 @@ def tl_store_statistic(out_ptr, token, value, target, mask):
     tl.store(out_ptr + token, tl.where(target == -1, 0.0, value), mask=mask)
 
 
-@triton.jit(do_not_specialize=["vocab_size"])
+@_row_kernel
 def finish_kernel(
     partial_ptr,  # [blocks, 7, R]
     target_ptr,  # [R] coded
@@ -103,7 +111,7 @@ def tl_upstream(ptr, token, mask, PRESENT: tl.constexpr):
         return tl.zeros_like(token).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["vocab_size"])
+@_row_kernel
 def coefficient_kernel(
     g_logprob_ptr,  # [T] each
     g_entropy_ptr,
