@@ -70,6 +70,8 @@ def defer(head: nn.Module) -> None:
     """Give the head the class that can defer; the weights, their names and every isinstance stay."""
     if not isinstance(head, DeferringHead):
         head.__class__ = derived_class(DeferringHead, type(head))
+        # Set from the start: torch.compile would compile again when the attribute appears after the first call.
+        head._liger_entropy_call = None  # type: ignore[assignment]
 
 
 def candidates(head: nn.Module) -> list[nn.Module]:

@@ -105,6 +105,7 @@ def remove_liger_entropy(model: nn.Module) -> nn.Module:
             )
     for module in patched:
         module.__dict__.pop("_liger_entropy", None)
+        module.__dict__.pop("_liger_entropy_call", None)
         module.__class__ = original_class(type(module))
     return model
 
@@ -168,6 +169,7 @@ class PatchedModel:
         finally:
             for head, before in heads:
                 head._liger_entropy_call = before
+            call.nodes.clear()  # they refer to the call: the cycle would keep the graph alive until the next collection
 
 
 def _deferring_heads(model: Any) -> list[Any]:

@@ -108,7 +108,7 @@ def _families() -> dict[str, dict[str, Any]]:
         qwen4_exp_text=dict(**_INDEXED),
         qwen4_exp=dict(text_config=_text("qwen4_exp_text", **_INDEXED)),
         recurrent_gemma=dict(block_types=["recurrent", "attention"], lru_width=32, attention_window_size=16),
-        reformer=dict(is_decoder=True, hash_seed=0, axial_pos_embds_dim=(16, 16), axial_pos_shape=(4, 4), attention_head_size=8,
+        reformer=dict(is_decoder=True, hash_seed=0, local_attention_probs_dropout_prob=0.0, axial_pos_embds_dim=(16, 16), axial_pos_shape=(4, 4), attention_head_size=8,
                       attn_layers=("local", "lsh"), local_attn_chunk_length=8, lsh_attn_chunk_length=8, num_buckets=2),
         roc_bert=dict(pronunciation_vocab_size=20, shape_vocab_size=20, pronunciation_embed_dim=8, shape_embed_dim=8),
                 xmod=dict(default_language="en_XX"),

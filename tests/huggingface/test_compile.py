@@ -18,10 +18,12 @@ def _fresh_compiler():
     torch._dynamo.utils.counters.clear()
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "granite", "cohere"])
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_whole_model_is_one_graph(family):
-    plain = tiny_model(family)
-    model = torch.compile(apply_liger_entropy(tiny_model(family), token_statistics=True), **COMPILE)
+    plain = tiny_model(family, num_hidden_layers=1)
+    model = torch.compile(
+        apply_liger_entropy(tiny_model(family, num_hidden_layers=1), token_statistics=True), **COMPILE
+    )
     expected, got = train(plain, INPUTS), train(model, INPUTS)
     assert_same_run(_unprefixed(got), expected)
     assert got.outputs.logits is None and got.outputs.token_entropy.shape == INPUTS["labels"].shape
@@ -38,8 +40,8 @@ def _unprefixed(run):
 
 def test_patch_after_compile():
     """PAT-28: the compiled graph must not keep the class's own forward."""
-    plain = tiny_model("llama")
-    model = torch.compile(tiny_model("llama"), **COMPILE)
+    plain = tiny_model("llama", num_hidden_layers=1)
+    model = torch.compile(tiny_model("llama", num_hidden_layers=1), **COMPILE)
     train(model, INPUTS)
     apply_liger_entropy(model, entropy_coef=0.5)
     assert is_patched(model)
@@ -49,8 +51,8 @@ def test_patch_after_compile():
 
 
 def test_eval_and_generation_inputs():
-    plain = tiny_model("llama")
-    model = torch.compile(apply_liger_entropy(tiny_model("llama")), **COMPILE)
+    plain = tiny_model("llama", num_hidden_layers=1)
+    model = torch.compile(apply_liger_entropy(tiny_model("llama", num_hidden_layers=1)), **COMPILE)
     expected, got = evaluate(plain, INPUTS, use_cache=False), evaluate(model, INPUTS, use_cache=False)
     assert_close(got.loss, expected.loss)
     assert_close(got.logits, expected.logits)
@@ -59,7 +61,7 @@ def test_eval_and_generation_inputs():
 
 
 def test_head_with_maths_of_its_own_is_right_when_compiled():
-    models = [tiny_model("llama") for _ in range(2)]
+    models = [tiny_model("llama", num_hidden_layers=1) for _ in range(2)]
     for model in models:
         model.lm_head.register_forward_hook(_double)
     compiled = torch.compile(apply_liger_entropy(models[1]), backend="aot_eager")

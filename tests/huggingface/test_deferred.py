@@ -187,7 +187,9 @@ def test_questions_about_shape_compute_nothing():
     seen = []
 
     def loss(z, y, m):
-        seen.append((z.shape, z.size(), z.size(-1), z.dim(), z.ndim, z.numel(), len(z), z.dtype, z.device.type, repr(z)))
+        seen.append(
+            (z.shape, z.size(), z.size(-1), z.dim(), z.ndim, z.numel(), len(z), z.dtype, z.device.type, repr(z))
+        )
         return ce(z, y)
 
     check(loss, fused=True)

@@ -106,7 +106,7 @@ def test_shift_labels_in_shards_add_up(model):
     total = 0.0
     for start, stop in ((0, 5), (5, 10), (10, 16)):
         shard = type(body)(last_hidden_state=body.last_hidden_state[:, start:stop].detach())
-        part = shifted[:, start:stop]
+        part = shifted[:, start:stop].contiguous()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(model.model, "forward", lambda *args, shard=shard, **kwargs: shard)
             total += train(model, dict(input_ids=IDS, labels=part, shift_labels=part), num_items_in_batch=KEPT).loss
@@ -117,7 +117,7 @@ def test_logits_to_keep_trims_before_the_head(plain, model):
     """PAT-09."""
     for keep in (1, torch.tensor([2, 5])):
         assert torch.equal(model(IDS, logits_to_keep=keep).logits, plain(IDS, logits_to_keep=keep).logits)
-    shifted = F.pad(LABELS[:, 1:], (0, 1), value=-100)[:, -5:]
+    shifted = F.pad(LABELS[:, 1:], (0, 1), value=-100)[:, -5:].contiguous()
     inputs = dict(input_ids=IDS, labels=LABELS, shift_labels=shifted, logits_to_keep=5)
     got = train(model, inputs)
     assert_same_run(got, train(plain, inputs))

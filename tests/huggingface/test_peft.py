@@ -106,6 +106,6 @@ def test_prompt_tuning_pads_its_labels(first):
 
 def test_merge_and_remove_leave_an_ordinary_model():
     plain, model = pair(peft.LoraConfig(target_modules=["q_proj"], r=4), "patch")
-    plain, model = plain.merge_and_unload(), model.merge_and_unload()
+    plain, model = plain.merge_and_unload().requires_grad_(True), model.merge_and_unload().requires_grad_(True)
     assert_same_run(train(model, INPUTS), train(plain, INPUTS))
     assert not is_patched(remove_liger_entropy(model))
