@@ -1,0 +1,92 @@
+"""Chunk widths, cache sizes and the choice of backend, as pure functions. Cases MEM-07, CMP-05."""
+
+import itertools
+
+import pytest
+import torch
+
+from liger_entropy import backends, planner
+
+BLOCKS = {"torch": 1024, "triton": 2048}
+ROWS = [0, 1, 2, 1000, 2047, 2048, 8192, 10**6]
+VOCABULARIES = [1, 2, 1023, 1024, 1025, 2048, 2049, 32001, 128256, 10**6]
+
+
+@pytest.fixture(params=BLOCKS)
+def backend(request):
+    if request.param == "triton":
+        pytest.importorskip("triton")
+    return request.param
+
+
+@pytest.mark.parametrize("chunk_bytes", ["auto", 1, 4096, 10**6, 10**9, 2**62])
+def test_chunk_is_empty_or_wider_than_the_vocabulary(chunk_bytes, backend):
+    """MEM-07: 1 <= chunk <= V, whole blocks unless all, at every size; the forward's too."""
+    for rows, vocab in itertools.product(ROWS, VOCABULARIES):
+        chunk = planner.chunk_columns(rows, vocab, backend, chunk_bytes)
+        for columns in (chunk, planner.forward_columns(chunk, vocab, backend, chunk_bytes)):
+            assert 1 <= columns <= vocab
+            assert columns == vocab or columns % BLOCKS[backend] == 0
+
+
+@pytest.mark.parametrize("budget", [0, 1, 10**6, 2**62])
+def test_cache_is_larger_than_its_budget_or_cuts_a_chunk(budget, backend):
+    """MEM-07: a budget of 0 keeps nothing."""
+    for rows, vocab in itertools.product(ROWS, VOCABULARIES):
+        chunk = planner.chunk_columns(rows, vocab, backend, "auto")
+        columns = planner.cache_columns(rows, vocab, chunk, budget, 2)
+        assert 0 <= columns <= vocab
+        assert columns == vocab or columns % chunk == 0
+        assert rows == 0 or columns * rows * 2 <= budget
+
+
+def test_chunk_bytes_is_exceeded(backend):
+    """A chunk takes what was allowed, or one block where that is not enough."""
+    for rows, vocab, limit in itertools.product((1, 2048), (32001, 10**6), (10**6, 10**8)):
+        chunk = planner.chunk_columns(rows, vocab, backend, limit)
+        assert chunk * rows * 4 <= limit or chunk == min(BLOCKS[backend], vocab)
+
+
+def test_automatic_chunk_is_a_large_part_of_the_logits(backend):
+    """At the sizes that matter a chunk is under 5 % of the logits."""
+    for rows, vocab in ((2048, 32000), (8192, 128256), (16384, 152064)):
+        chunk = planner.chunk_columns(rows, vocab, backend, "auto")
+        assert planner.forward_columns(chunk, vocab, backend, "auto") <= 0.13 * vocab
+        assert chunk <= 0.065 * vocab
+
+
+def test_automatic_cache_takes_memory_on_the_cpu():
+    assert planner.cache_budget("auto", torch.device("cpu"), 0) == 0
+    assert planner.cache_budget(123, torch.device("cpu"), 10**9) == 123
+
+
+def test_cpu_chooses_triton_or_double_does():
+    """CMP-05, CMP-06"""
+    cpu = torch.device("cpu")
+    assert planner.choose_backend("torch", cpu, torch.float32) == "torch"
+    assert planner.choose_backend("auto", cpu, torch.float32) == "torch"
+    assert planner.choose_backend("auto", torch.device("cuda"), torch.float64) == "torch"
+
+
+@pytest.mark.parametrize("dtype, reason", [(torch.float64, "float64"), (torch.float32, "the input is on cpu")], ids=str)
+def test_explicit_backend_falls_back_silently(dtype, reason, monkeypatch):
+    """The contract's point 10"""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(RuntimeError, match=reason):
+        planner.choose_backend("triton", torch.device("cpu"), dtype)
+
+
+def test_missing_triton_is_not_reported(monkeypatch):
+    """The contract's point 10: on CUDA "auto" falls back once with the reason, an explicit choice raises it."""
+    monkeypatch.setattr(planner, "triton_missing", lambda: "the package triton is not installed")
+    planner._warn_fallback.cache_clear()
+    with pytest.warns(UserWarning, match="because the package triton is not installed"):
+        assert planner.choose_backend("auto", torch.device("cuda"), torch.bfloat16) == "torch"
+    with pytest.raises(RuntimeError, match="not installed"):
+        planner.choose_backend("triton", torch.device("cuda"), torch.bfloat16)
+
+
+def test_launch_has_too_many_threads():
+    """CMP-05: at most 1024 threads a program, also with 64 lanes to a warp."""
+    pytest.importorskip("triton")
+    assert backends.get("triton").WARPS * 64 <= 1024
