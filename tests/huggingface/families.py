@@ -44,7 +44,7 @@ _LINEAR_THEN_FULL = dict(layer_types=["linear_attention", "full_attention"])
 
 
 def _text(model_type: str, **extra: Any) -> dict[str, Any]:
-    return {"model_type": model_type, **_shrunk(CONFIG_MAPPING[model_type]), **extra}
+    return {"model_type": model_type, **shrunk(CONFIG_MAPPING[model_type]), **extra}
 
 
 _SIGLIP = dict(
@@ -143,16 +143,16 @@ def names() -> dict[str, str]:
 
 def tiny_config(model_type: str, **extra: Any) -> Any:
     config_class = CONFIG_MAPPING[model_type]
-    return config_class(**{**_shrunk(config_class), **_families().get(model_type, {}), **extra})
+    return config_class(**{**shrunk(config_class), **_families().get(model_type, {}), **extra})
 
 
-def _shrunk(config_class: type) -> dict[str, Any]:
+def shrunk(config_class: type) -> dict[str, Any]:
     known = set(inspect.signature(config_class.__init__).parameters)
     known |= {name for base in config_class.__mro__ for name in getattr(base, "__annotations__", {})}
     overrides = {name: value for name, value in SHRINK.items() if name in known}
     for name, sub in getattr(config_class, "sub_configs", {}).items():
         if name != "auto" and hasattr(sub, "__mro__") and sub.__name__ != "AutoConfig":
-            overrides[name] = _shrunk(sub)
+            overrides[name] = shrunk(sub)
     return overrides
 
 
