@@ -68,6 +68,8 @@ def tokens_of_a_batch_sharded_over_its_sequence_get_mixed_up(ranks: Ranks):
         exact = linear_token_statistics(x, p.linear_weight, y)
         same("logprob", s.logprob, exact.logprob)
         same("entropy", s.entropy, exact.entropy)
+    on_its_way = distribute_tensor(x, mesh, [Shard(1)]).redistribute(placements=[Replicate()], async_op=True)
+    same("logprob", linear_token_statistics(on_its_way, w, y).logprob, exact.logprob)
 
 
 def class_weights_or_padding_of_a_dtensor_are_ignored(ranks: Ranks):

@@ -10,18 +10,18 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from transformers import LlamaConfig, LlamaForCausalLM
-from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
 
 from liger_entropy.huggingface.patch import apply_liger_entropy
 
 OPTIONS = dict(entropy_coef=0.1, label_smoothing=0.1, token_statistics=True)
 
 
-def _model(tied: bool = False) -> LlamaForCausalLM:
+def _model(vocab_size: int = 32) -> LlamaForCausalLM:
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=12, intermediate_size=24, num_hidden_layers=1, num_attention_heads=3, num_key_value_heads=3,
-        vocab_size=32, tie_word_embeddings=tied,
+        vocab_size=vocab_size,
     )  # fmt: skip
     return LlamaForCausalLM(config).double()
 
@@ -47,7 +47,7 @@ def _whole(gradient):
 def _check(model) -> None:
     """A step of the parallel model against one of the same model in one process, nothing of it warned about."""
     values, gradients = _step(apply_liger_entropy(model, **OPTIONS))
-    exact_values, exact = _step(apply_liger_entropy(_model(model.config.tie_word_embeddings), **OPTIONS))
+    exact_values, exact = _step(apply_liger_entropy(_model(model.config.vocab_size), **OPTIONS))
     for name, value in values.items():
         same(name, value, exact_values[name])
     for name, gradient in gradients.items():
@@ -73,29 +73,29 @@ def head_of_parallelize_module_gives_a_local_softmax(ranks: Ranks):
         assert dict(model.lm_head._forward_hooks) == hooks
 
 
+def _planned(model, plan: dict, mesh: DeviceMesh):
+    """The model as from_pretrained(tp_plan=...) leaves it."""
+    for name, module in model.named_modules():
+        style = ALL_PARALLEL_STYLES[plan[key]] if (key := name.replace(".0.", ".*.")) in plan else None
+        if style is not None:
+            for parameter in dict(module.named_parameters(recurse=False)):
+                style.shard_param(module, parameter, mesh)
+            style.install_forward(module, mesh)
+    return model
+
+
 def head_of_a_tp_plan_gives_a_local_softmax(ranks: Ranks):
-    for plan in ("colwise_gather_output", "colwise"):
-        model = _model()
-        model = apply_tensor_parallelism(model, _mesh(ranks), {"lm_head": plan, "lm_head.weight": plan})
+    for style in ("colwise_gather_output", "colwise"):
+        model = _planned(_model(33), {"lm_head": style}, _mesh(ranks))
         forward = model.lm_head.forward
         _check(model)
         assert model.lm_head.forward is forward
 
 
 def whole_tp_plan_gives_wrong_gradients(ranks: Ranks):
-    model = _model()
+    model = _model(33)
     plan = model._tp_plan | {f"model.{name}": style for name, style in model.model._tp_plan.items()}
-    _check(_apply_plan(model, plan, _mesh(ranks)))
-
-
-def _apply_plan(model, plan: dict, mesh: DeviceMesh):
-    """The plan's layers written out, and their parameters."""
-    layers = {}
-    for name, _ in model.named_modules():
-        style = plan.get(name.replace(".0.", ".*."))
-        if style is not None:
-            layers |= {name: style, f"{name}.weight": style}
-    return apply_tensor_parallelism(model, mesh, layers)
+    _check(_planned(model, plan, _mesh(ranks)))
 
 
 def generation_or_eval_of_a_parallel_head_changes(ranks: Ranks):
@@ -121,9 +121,7 @@ def head_that_fsdp_shards_on_its_own_is_read_in_pieces(ranks: Ranks):
             (reference(**_batch(step * ranks.size + rank)).loss / ranks.size).backward()
     for (name, parameter), exact in zip(model.named_parameters(), reference.parameters(), strict=True):
         # Llama's norm rounds to fp32, and the two divide by the number of ranks at different places.
-        torch.testing.assert_close(
-            _whole(parameter.grad), exact.grad, rtol=1e-5, atol=1e-6, msg=lambda m: f"{name}: {m}"
-        )
+        same(f"gradient of {name}", _whole(parameter.grad), exact.grad, rtol=1e-5, atol=1e-6)
 
 
 def head_in_one_fsdp_unit_with_the_norm_loses_its_weight(ranks: Ranks):

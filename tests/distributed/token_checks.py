@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import runpy
+from pathlib import Path
+
 import torch
 import torch.distributed as dist
 from problems import Problem, all_losses, plain_losses, problem, solve
@@ -119,6 +124,17 @@ def group_is_ignored_where_it_has_no_meaning(ranks: Ranks):
     message = refused(lambda: linear_cross_entropy(*call, process_group=ranks.group, reduction_group=ranks.group))
     assert message.startswith("reduction_group: is the group that shares the vocabulary")
     refused(lambda: linear_cross_entropy(*call, reduction_group="world"), TypeError)
+
+
+def benchmark_of_the_parallel_head_fails(ranks: Ranks):
+    """benchmarks/tensor_parallel.py: its correctness check, and a row for each of its own schemes."""
+    script = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "tensor_parallel.py"))
+    world = script["World"](ranks.rank, ranks.size, torch.device("cpu"))
+    with contextlib.redirect_stdout(io.StringIO()):
+        assert script["check"](world, (20, 8, 70), torch.bfloat16)
+        names = ["one", "tp", "sequence", "fsdp"]
+        rows = script["timings"](world, (9, 8, 30), torch.bfloat16, names, repeat=1)
+    assert [row.scheme for row in rows] == names and all(row.step_ms > 0 for row in rows)
 
 
 def compiled_mean_is_wrong(ranks: Ranks):
