@@ -1,4 +1,4 @@
-"""The loop over chunks of the vocabulary, forward and backward.
+"""A call as the loops see it, and the forward loop; the backward's is in gradients.py.
 
 For each chunk of columns the forward makes ``z = x w_c^T`` and folds it into per-row partials; the backward makes it
 again (or reads the cached copy), turns it into its own gradient ``g``, and adds ``dx += g w_c``, ``dw_c = g^T x``.
@@ -16,14 +16,8 @@ import torch
 from torch import Tensor
 
 from . import backends, distributed
-from .equations import FIELDS, ROW_MAX, Transform, merge, put
+from .equations import FIELDS, ROW_MAX, Transform, merge
 from .products import Products
-
-
-# The backward's chunks may be this many times as wide as the forward's where they need no memory of their own.
-WIDER = 2
-# Elements; a view that starts at a multiple of it is aligned for 128-bit loads and for cuBLAS in every dtype.
-ALIGNED = 64
 
 
 class Tensors(NamedTuple):
@@ -31,7 +25,7 @@ class Tensors(NamedTuple):
 
     x: Tensor  # [T, D], or logits [T, V]
     weight: Tensor | None  # [V, D]
-    target: Tensor  # [T] int64
+    target: Tensor  # [T] int64, coded: an index into the whole vocabulary, IGNORED or INVALID
     bias: Tensor | None  # [V]
     class_weight: Tensor | None  # [V]
     temperature: Tensor | None  # [T]
@@ -40,12 +34,11 @@ class Tensors(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    ignore_index: int
     vocab_start: int  # global index of the weight's first row
     vocab_size: int  # global; rows of the weight beyond it are padding
-    forward_columns: int  # of a chunk in the forward
-    backward_columns: int  # of a chunk that the backward recomputes
-    cache_columns: int  # leading columns whose logits are kept for the backward: whole forward chunks, or all
+    logits_columns: int  # of a chunk of logits
+    gradient_columns: int  # of a chunk in the backward's products; wider ones only in room that costs nothing
+    cache_columns: int  # leading columns whose logits are kept for the backward: whole chunks of logits, or all
 
 
 class Settings(NamedTuple):
@@ -98,7 +91,7 @@ class Problem:
         self.backend: ModuleType = backends.get(settings.backend)
         x = self.pick(tensors.x)
         self.x = x if tensors.weight is None else self.products.operand(x)  # [R, D], or logits [R, V]
-        self.target = self.backend.code(tensors.target, self.index, self.sizes.ignore_index, self.sizes.vocab_size)  # [R]
+        self.target = self.pick(tensors.target)  # [R]
         self.transform = self._transform()
         self.columns = self._columns()
 
@@ -116,32 +109,6 @@ class Problem:
         weight, s = self.tensors.weight, self.sizes
         size = self.x.shape[1] if weight is None else weight.shape[0]
         return max(0, min(size, s.vocab_size - s.vocab_start)) if self.x.shape[0] else 0
-
-    def forward_bounds(self) -> list[tuple[int, int]]:
-        if self.tensors.weight is None:
-            return _steps(0, self.columns, self.columns)
-        return _steps(0, self.columns, self.sizes.forward_columns)
-
-    def backward_bounds(self, spare_row_bytes: int) -> list[tuple[int, int]]:
-        """Cached columns first, in wide chunks: there the memory is spent already, and every chunk reads and writes
-        dx once. An eighth of the cache costs an eighth more memory and leaves 8 passes over dx.
-
-        Then the recomputed ones, of backward_columns; wider as long as the chunk's logits fit in the part of dw that
-        is still to be written, which has spare_row_bytes a class (0: no dw, or not to be used so).
-        """
-        if self.tensors.weight is None:
-            return _steps(0, self.columns, self.columns)
-        s, block = self.sizes, self.backend.BLOCK_COLUMNS
-        cached = min(s.cache_columns, self.columns)
-        bounds = _steps(0, cached, max(s.backward_columns, self.blocks(cached // 8) * block))
-        start, logits_row_bytes = cached, self.x.shape[0] * self.products.accumulator.itemsize
-        while start < self.columns:
-            room = (self.columns - start) * spare_row_bytes - ALIGNED * self.products.accumulator.itemsize
-            fitting = room // (logits_row_bytes + spare_row_bytes)
-            step = max(s.backward_columns, min(s.forward_columns * WIDER, fitting) // block * block)
-            bounds.append((start, min(start + step, self.columns)))
-            start += step
-        return bounds
 
     def blocks(self, columns: int) -> int:
         return -(-columns // self.backend.BLOCK_COLUMNS)
@@ -161,14 +128,13 @@ class Problem:
             views = (None if v is None else v.narrow(0, start, stop - start) for v in (t.weight, bias, class_weight))
             yield Chunk(start, stop, *views)
 
-    def logits(self, buffer: Buffer | None, chunk: Chunk, weight: Tensor | None) -> Tensor:
-        """Products of the chunk [R, C] in the buffer, or the given logits. weight [C, D] is an operand."""
-        if buffer is None or weight is None:
-            return self.x[:, chunk.start : chunk.stop]
-        return self.products.logits(self.x, weight, out=buffer.view(chunk.stop - chunk.start))
+    def operand(self, chunk: Chunk) -> Tensor:
+        assert chunk.weight is not None
+        return self.products.operand(chunk.weight)
 
-    def operand(self, chunk: Chunk) -> Tensor | None:
-        return None if chunk.weight is None else self.products.operand(chunk.weight)
+    def logits(self, chunk: Chunk, out: Tensor) -> Tensor:
+        """Products of the chunk into out [R, C]."""
+        return self.products.logits(self.x, self.operand(chunk), out)
 
 
 class Buffer:
@@ -177,23 +143,15 @@ class Buffer:
     def __init__(self, like: Tensor, bounds: list[tuple[int, int]], dtype: torch.dtype):
         self.rows = like.shape[0]
         self.flat = like.new_empty(self.rows * max((stop - start for start, stop in bounds), default=0), dtype=dtype)
-        self.spare: Tensor | None = None  # longer than flat: a tensor whose end is free for now
         self.views: dict[int, Tensor] = {}
 
     def view(self, columns: int) -> Tensor:
         if columns not in self.views:
-            size = self.rows * columns
-            flat = self.flat[:size] if size <= self.flat.numel() or self.spare is None else self._end_of_spare(size)
-            self.views[columns] = flat.view(self.rows, columns)
+            self.views[columns] = self.flat[: self.rows * columns].view(self.rows, columns)
         return self.views[columns]
 
-    def _end_of_spare(self, size: int) -> Tensor:
-        assert self.spare is not None
-        start = (self.spare.numel() - size) // ALIGNED * ALIGNED
-        return self.spare[start : start + size]
 
-
-def _steps(start: int, stop: int, step: int) -> list[tuple[int, int]]:
+def steps(start: int, stop: int, step: int) -> list[tuple[int, int]]:
     return [(c, min(c + step, stop)) for c in range(start, stop, max(step, 1))]
 
 
@@ -219,12 +177,15 @@ def forward(tensors: Tensors, settings: Settings) -> tuple[list[Tensor | None], 
 
 
 def _partials(problem: Problem, cache: Tensor) -> Tensor:  # [blocks, FIELDS, R]
-    p, rows, bounds = problem, problem.x.shape[0], problem.forward_bounds()
-    partials = p.x.new_zeros(p.blocks(p.columns), FIELDS, rows, dtype=p.products.accumulator)
-    buffer = None if p.tensors.weight is None else Buffer(p.x, bounds, p.products.accumulator)
-    statistics = p.backend.Statistics(p.target, p.transform, p.settings.wanted, overwrite=buffer is not None)
+    p, rows, given = problem, problem.x.shape[0], problem.tensors.weight is None
+    # Ranks merge all fields; alone, those that are not wanted are never read.
+    make = p.x.new_zeros if p.settings.group else p.x.new_empty
+    partials = make(p.blocks(p.columns), FIELDS, rows, dtype=p.products.accumulator)
+    bounds = steps(0, p.columns, p.columns if given else p.sizes.logits_columns)
+    buffer = None if given else Buffer(p.x, bounds, p.products.accumulator)
+    statistics = p.backend.Statistics(p.target, p.transform, p.settings.wanted, overwrite=not given)
     for chunk in p.chunks(bounds):
-        z = p.logits(buffer, chunk, p.operand(chunk))
+        z = p.x[:, : p.columns] if buffer is None else p.logits(chunk, buffer.view(chunk.stop - chunk.start))
         kept = cache[:rows, chunk.start : chunk.stop] if p.cached(chunk.stop) else None
         part = partials[p.chunk_blocks(chunk.start, chunk.stop)]
         statistics(z, chunk.bias, chunk.class_weight, p.sizes.vocab_start + chunk.start, part, kept)
@@ -236,113 +197,3 @@ def _neutral(partials: Tensor) -> Tensor:  # [FIELDS, R]
     state = partials.new_zeros(partials.shape[1:])
     state[ROW_MAX] = -math.inf
     return state
-
-
-def backward(
-    upstream: Upstream, tensors: Tensors, kept: Kept, settings: Settings, needs: tuple[bool, bool, bool]
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of x, weight and bias, None where not needed."""
-    p = Problem(tensors, settings)
-    residuals = kept.residuals[:, : p.x.shape[0]].contiguous()
-    coefficients = p.backend.coefficients(upstream, p.target, p.index, residuals, settings.sizes.vocab_size, p.transform)
-    flags = upstream.entropy is not None, upstream.smooth is not None
-    gradient, gradients = p.backend.Gradient(p.target, p.transform, residuals, coefficients, flags), Gradients(p, needs)
-    for chunk in p.chunks(gradients.bounds):
-        weight = p.operand(chunk)
-        z, block_max, out = gradients.sources(kept, chunk, weight)
-        gradient(z, block_max, chunk.bias, chunk.class_weight, settings.sizes.vocab_start + chunk.start, out)
-        gradients.add(out, chunk, weight)
-    return gradients.finish()
-
-
-class Gradients:
-    """The buffers of a backward and what accumulates in them."""
-
-    def __init__(self, problem: Problem, needs: tuple[bool, bool, bool]):
-        p, t = problem, problem.tensors
-        need_x, need_weight, need_bias = needs
-        self.problem = p
-        self.given = t.weight is None
-        self.sum = None  # of the ranks' dx, under way
-        self.dw = _zeros_beyond(t.weight, p.columns) if need_weight else None
-        spare = _as_spare(self.dw, p)
-        self.bounds = p.backward_bounds(0 if spare is None else spare.nbytes // p.columns)
-        cached = [bound for bound in self.bounds if p.cached(bound[1])]
-        own = [b for b in self.bounds[len(cached) :] if b[1] - b[0] <= p.sizes.backward_columns]
-        self.products = None if self.given else Buffer(p.x, own, p.products.accumulator)
-        self.gradient = None if self.given else Buffer(p.x, cached, p.products.gradient_dtype)
-        if self.products is not None:
-            self.products.spare = spare
-        self.halves: dict[int, Tensor] = {}  # the buffer of products, seen as the half gradients in its rows
-        dtype = t.x.dtype if self.given else p.products.accumulator
-        self.dx = (p.x.new_empty if p.columns else p.x.new_zeros)(p.x.shape, dtype=dtype) if need_x else None
-        if self.given and self.dx is not None:
-            self.dx[:, p.columns :] = 0
-        self.db = _zeros_beyond(t.bias, p.columns) if need_bias else None
-
-    def sources(self, kept: Kept, chunk: Chunk, weight: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
-        """The chunk's logits, their block maxima if they come from the cache, and where the gradient goes."""
-        p, rows, columns = self.problem, self.problem.x.shape[0], chunk.stop - chunk.start
-        if self.products is None or self.gradient is None:
-            assert self.dx is not None
-            return p.logits(None, chunk, None), None, self.dx[:, chunk.start : chunk.stop]
-        if p.cached(chunk.stop):
-            block_max = kept.block_max[p.chunk_blocks(chunk.start, chunk.stop), :rows]
-            return kept.cache[:rows, chunk.start : chunk.stop], block_max, self.gradient.view(columns)
-        z = p.logits(self.products, chunk, weight)
-        if p.products.gradient_dtype == z.dtype:
-            return z, None, z
-        # The half gradient is written over the fp32 products, row by row: no second buffer.
-        if columns not in self.halves:
-            self.halves[columns] = z.view(p.products.gradient_dtype)[:, :columns]
-        return z, None, self.halves[columns]
-
-    def add(self, g: Tensor, chunk: Chunk, weight: Tensor | None) -> None:
-        """Everything that the chunk's gradient g [R, C] contributes. weight [C, D] is an operand."""
-        p = self.problem
-        if self.db is not None:
-            self.db[chunk.start : chunk.stop] = g.sum(dim=0, dtype=p.products.accumulator)
-        if weight is None:
-            return
-        if self.dx is not None:
-            p.products.add_input_gradient(g, weight, self.dx, first=chunk.start == 0)
-            if chunk.stop == p.columns:
-                self.start_sum()
-        if self.dw is not None:
-            p.products.weight_gradient(g, p.x, out=self.dw[chunk.start : chunk.stop])
-
-    def start_sum(self) -> None:
-        """Add up the ranks' parts of dx, beside the last chunk's dw. An empty shard comes here without a chunk."""
-        if self.problem.settings.group and self.dx is not None and self.dx.numel() and not self.given:
-            self.sum = distributed.start_sum(self.dx, self.problem.settings.group)
-
-    def finish(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        p, dx = self.problem, self.dx
-        if p.columns == 0:
-            self.start_sum()
-        if self.sum is not None:
-            self.sum.wait()
-        if dx is not None:
-            dx = put(dx.to(p.tensors.x.dtype), p.index, p.tensors.x.shape[0])
-        return dx, self.dw, self.db
-
-
-def _as_spare(dw: Tensor | None, problem: Problem) -> Tensor | None:
-    """The rows of dw that chunks will write, as one flat tensor for fp32 products: dw is filled from its start, so until
-    the last chunks its end is room that costs nothing. Given explicit chunk sizes, these are kept to instead."""
-    p = problem
-    if dw is None or p.columns == 0 or p.sizes.forward_columns <= p.sizes.backward_columns:
-        return None
-    used = dw[: p.columns]
-    if not used.is_contiguous() or used.nbytes % p.products.accumulator.itemsize:
-        return None
-    return used.view(-1).view(p.products.accumulator)
-
-
-def _zeros_beyond(parameter: Tensor | None, columns: int) -> Tensor | None:
-    """Room for a parameter's gradient; only rows that no chunk will write are cleared."""
-    if parameter is None:
-        return None
-    gradient = torch.empty_like(parameter)
-    gradient[columns:] = 0
-    return gradient

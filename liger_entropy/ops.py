@@ -11,8 +11,9 @@ import contextlib
 import torch
 from torch import Tensor
 
-from . import backends, engine
+from . import backends, engine, gradients
 from .engine import Kept, Settings, Sizes, Tensors, Upstream
+from .equations import IGNORED, INVALID
 from .products import Products
 
 _TENSORS = (
@@ -109,7 +110,7 @@ def _(*arguments):
 def _token_statistics_backward(*arguments):
     upstream, tensors, kept, settings, needs = _split(arguments, Upstream, Tensors, Kept, Settings)
     with _no_autocast(tensors.x), _on_device(tensors.x):
-        return tuple(_or_empty(engine.backward(upstream, tensors, kept, settings, needs), tensors.x))
+        return tuple(_or_empty(gradients.backward(upstream, tensors, kept, settings, needs), tensors.x))
 
 
 @_fake("token_statistics_backward")
@@ -132,10 +133,10 @@ def _setup(ctx, inputs, output):
     ctx.save_for_backward(*tensors, *output[_STATISTICS:])
 
 
-def _backward(ctx, *gradients):
+def _backward(ctx, *upstream):
     tensors, kept, _ = _split(ctx.saved_tensors, Tensors, Kept)
     none = [None] * (len(Tensors._fields) + len(Settings._fields))
-    upstream = Upstream(*gradients[: len(Upstream._fields)])
+    upstream = Upstream(*upstream[: len(Upstream._fields)])
     if all(g is None for g in upstream):
         return tuple(none)
     fields = [Tensors._fields.index(name) for name in ("x", "weight", "bias")]
@@ -149,7 +150,7 @@ def _backward(ctx, *gradients):
 torch.library.register_autograd("liger_entropy::token_statistics", _backward, setup_context=_setup, lib=_LIBRARY)
 
 
-def _refuse(ctx, *gradients):
+def _refuse(ctx, *upstream):
     raise RuntimeError(
         "liger_entropy: second derivatives are not implemented; the statistics can be differentiated once "
         "(use create_graph=False, or plain logits where a gradient of a gradient is needed)"
@@ -163,26 +164,26 @@ torch.library.register_autograd(
 
 @_define(
     "inspect_rows",
-    "(Tensor target, Tensor? temperature, int ignore_index, SymInt vocab_size, bool check) -> (Tensor, Tensor)",
+    "(Tensor target, Tensor? temperature, int ignore_index, SymInt vocab_size, str backend, bool read, bool check)"
+    " -> (Tensor, Tensor, Tensor)",
 )
-def _inspect_rows(target, temperature, ignore_index, vocab_size, check):
-    """order [T]: the tokens, kept ones first; count [] on the CPU: how many are kept. Raises for a bad label."""
-    if target.numel() == 0 or (target.is_cuda and torch.cuda.is_current_stream_capturing()):
-        return torch.arange(target.numel(), device=target.device), torch.tensor(target.numel())
-    ignored = target == ignore_index
-    bad = (target.clamp(0, vocab_size - 1) != target) & ~ignored
-    cold = ignored[:0] if temperature is None else ~(temperature > 0)
-    ignored_count, bad_count, cold_count = torch.stack([ignored.sum(), bad.sum(), cold.sum()]).tolist()
+def _inspect_rows(target, temperature, ignore_index, vocab_size, backend, read, check):
+    """coded [T]: labels as the loops want them. If read, with one host sync: order [T], the tokens, kept ones first,
+    and count [] on the CPU, how many are kept; otherwise as if all were. Raises for a bad label if check."""
+    with _on_device(target):
+        coded, counts = backends.get(backend).inspect(target, temperature, ignore_index, vocab_size)
+    capturing = target.is_cuda and torch.cuda.is_current_stream_capturing()
+    ignored, bad, cold = counts() if read and target.numel() and not capturing else (0, 0, 0)
     if check:
-        _raise_for(target, bad if bad_count else None, cold_count, ignore_index, vocab_size)
-    # Only rows to drop need an order; the kept ones are then in front.
-    order = torch.argsort(ignored.to(torch.uint8), stable=True) if ignored_count else torch.arange(target.shape[0], device=target.device)
-    return order, torch.tensor(target.numel() - ignored_count)
+        _raise_for(target, coded if bad else None, cold, ignore_index, vocab_size)
+    # Only rows to drop need an order.
+    order = torch.argsort((coded == IGNORED).to(torch.uint8), stable=True) if ignored else coded.new_empty(coded.shape)
+    return coded, order, torch.tensor(target.numel() - ignored)
 
 
-def _raise_for(target: Tensor, bad: Tensor | None, cold: int, ignore_index: int, vocab_size: int) -> None:
-    if bad is not None:
-        position = int(bad.to(torch.uint8).argmax())
+def _raise_for(target: Tensor, coded: Tensor | None, cold: int, ignore_index: int, vocab_size: int) -> None:
+    if coded is not None:
+        position = int((coded == INVALID).to(torch.uint8).argmax())
         raise ValueError(
             f"target: label {int(target[position])} at flat position {position} is neither in [0, {vocab_size}) "
             f"nor ignore_index={ignore_index}"
@@ -192,8 +193,8 @@ def _raise_for(target: Tensor, bad: Tensor | None, cold: int, ignore_index: int,
 
 
 @_fake("inspect_rows")
-def _(target, temperature, ignore_index, vocab_size, check):
-    return target.new_empty(target.shape[0], dtype=torch.int64), torch.empty((), dtype=torch.int64)
+def _(target, temperature, ignore_index, vocab_size, backend, read, check):
+    return torch.empty_like(target), torch.empty_like(target), torch.empty((), dtype=torch.int64)
 
 
 token_statistics = torch.ops.liger_entropy.token_statistics.default

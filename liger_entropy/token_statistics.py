@@ -132,16 +132,16 @@ class Call:
             backend = planner.choose_backend(options.backend, self.input.device, self.dtype)
         layout = self._agree((entropy, smooth, prediction))
         class_weight = self._shard_class_weight(layout)
-        order, count = self._inspect(options, layout.vocab_size)
+        coded, order, count = self._inspect(options, backend, layout.vocab_size)
         columns = max(0, min(self.rows, layout.vocab_size - layout.start))
         plan = self._plan(options, backend, columns, len(self.target) if order is None else len(order))
         settings = Settings(
-            Sizes(self.ignore_index, layout.start, layout.vocab_size, *plan),
+            Sizes(layout.start, layout.vocab_size, *plan),
             (self.logit_scale, self.softcap, self.inverse_temperature),
             self.dtype, backend, (entropy, smooth, prediction), layout.group,
         )  # fmt: skip
         outputs = ops.token_statistics(
-            self.input, self.weight, self.target, self.bias, class_weight, self.temperature, order, count, *settings
+            self.input, self.weight, coded, self.bias, class_weight, self.temperature, order, count, *settings
         )
         return TokenStatistics(*(o.view(self.shape) if o.numel() == len(self.target) else o for o in outputs[:5]))
 
@@ -176,31 +176,32 @@ class Call:
         self.class_weight = c
         return c[layout.start : layout.start + self.rows]
 
-    def _inspect(self, options: ComputeOptions, vocab_size: int) -> tuple[Tensor | None, Tensor | None]:
-        """order and count of the kept rows (None: all), after checking the labels."""
-        if not (options.skip_ignored or options.check_labels):
-            return None, None
-        order, count = ops.inspect_rows(
-            self.target, self.temperature, self.ignore_index, vocab_size, options.check_labels
+    def _inspect(
+        self, options: ComputeOptions, backend: str, vocab_size: int
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """The coded labels, and order and count of the kept rows (None: all), after checking the labels."""
+        read = options.skip_ignored or options.check_labels
+        coded, order, count = ops.inspect_rows(
+            self.target, self.temperature, self.ignore_index, vocab_size, backend, read, options.check_labels
         )
         if not options.skip_ignored or self.weight is None:
-            return None, None
+            return coded, None, None
         if torch.compiler.is_compiling():
-            return order, count
+            return coded, order, count
         kept = int(count)
-        return (None, None) if kept == len(self.target) else (order[:kept], count)
+        return (coded, None, None) if kept == len(self.target) else (coded, order[:kept], count)
 
     def _plan(self, options: ComputeOptions, backend: str, columns: int, rows: int) -> tuple[int, int, int]:
-        """Columns of a chunk in the forward and in the backward, and of the cache."""
+        """Columns of a chunk of logits, of a chunk in the backward's products, and of the cache."""
         if self.weight is None:
             return columns, columns, 0
-        backward = planner.chunk_columns(rows, columns, backend, options.chunk_bytes)
-        forward = planner.forward_columns(backward, columns, backend, options.chunk_bytes)
+        chunk = planner.chunk_columns(rows, columns, backend, options.chunk_bytes)
+        gradient = planner.gradient_columns(chunk, columns, backend, options.chunk_bytes)
         if not torch.is_grad_enabled():
-            return forward, backward, 0
+            return chunk, gradient, 0
         gradients = self.weight.numel() * self.weight.element_size() + 3 * self.input.numel() * 4
-        budget = planner.cache_budget(options.cache_bytes, self.input.device, gradients + rows * forward * 4)
-        return forward, backward, planner.cache_columns(rows, columns, forward, budget, self.dtype.itemsize)
+        budget = planner.cache_budget(options.cache_bytes, self.input.device, gradients + rows * gradient * 4)
+        return chunk, gradient, planner.cache_columns(rows, columns, chunk, budget, self.dtype.itemsize)
 
 
 def _check_tensors(input, weight, target, bias, class_weight, sharded: bool) -> None:

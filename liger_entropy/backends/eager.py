@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from .. import equations
-from ..equations import Transform, block_gradient_, block_statistics, put, softcap_derivative, transform_
+from ..equations import IGNORED, INVALID, Transform, block_gradient_, block_statistics, put, softcap_derivative, transform_
 
 # One partial is one block of at most this many columns.
 BLOCK_COLUMNS = 1024
@@ -51,7 +53,7 @@ class Statistics:
         bias: Tensor | None,  # [C]
         class_weight: Tensor | None,  # [C]
         offset: int,  # index of the chunk's first class in the vocabulary
-        partials: Tensor,  # [blocks of the chunk, FIELDS, R] of zeros, written
+        partials: Tensor,  # [blocks of the chunk, FIELDS, R], written where wanted
         cache: Tensor | None,  # [R, C], written with z - block maximum
     ) -> None:
         for block, part, rows in _tiles(*z.shape):
@@ -109,10 +111,18 @@ class Gradient:
                 out[rows, part].copy_(t)
 
 
-def code(target: Tensor, index: Tensor | None, ignore_index: int, vocab_size: int) -> Tensor:
-    """Labels of the rows [R], coded. target [T], index [R] tokens of the rows or None for all."""
-    picked = target if index is None else target.index_select(0, index)
-    return equations.coded(picked, ignore_index, vocab_size)
+def inspect(
+    target: Tensor, temperature: Tensor | None, ignore_index: int, vocab_size: int
+) -> tuple[Tensor, Callable[[], tuple[int, int, int]]]:
+    """Coded labels [T], and a function that reads how many are ignored, how many invalid, and how many temperatures [T]
+    are not positive."""
+    coded = equations.coded(target, ignore_index, vocab_size)
+
+    def counts() -> tuple[int, int, int]:
+        cold = coded[:0] if temperature is None else ~(temperature > 0)
+        return tuple(torch.stack([(coded == IGNORED).sum(), (coded == INVALID).sum(), cold.sum()]).tolist())
+
+    return coded, counts
 
 
 def finish(

@@ -78,8 +78,9 @@ def statistics_kernel(
     out = partial_ptr + block * 7 * rows + row
     target = tl.load(target_ptr + row)
     if target == -1:
-        # Probability mass 1 at logit 0, so that no later step meets 0 / 0; the other fields are 0 from the start.
-        tl.store(out + 1 * rows, 1.0)
+        # Probability mass 1 at logit 0, so that no later step meets 0 / 0.
+        for field in tl.static_range(7):
+            tl.store(out + field * rows, 1.0 if field == 1 else 0.0)
     else:
         column = block * BLOCK + tl.arange(0, BLOCK)
         mask = column < columns
@@ -112,6 +113,8 @@ def statistics_kernel(
             z_target = tl_logits(z_row + local * z_column_stride, bias_ptr, local, True, logit_scale, softcap, scale,
                                  HAS_BIAS, HAS_SCALE, HAS_SOFTCAP)  # fmt: skip
             tl.store(out + 5 * rows, z_target)
+        else:
+            tl.store(out + 5 * rows, 0.0)
         if HAS_CACHE:
             tl.store(cache_ptr + row * cache_row_stride + column, t.to(cache_ptr.dtype.element_ty), mask=mask)
 

@@ -15,25 +15,32 @@ def _row_kernel(function):
 
 
 @_row_kernel
-def code_kernel(
+def inspect_kernel(
     target_ptr,  # [T] labels
-    index_ptr,  # [R] tokens of the rows
-    out_ptr,  # [R]
-    rows,
+    temperature_ptr,  # [T] fp32
+    out_ptr,  # [T]
+    count_ptr,  # [programs, 3] ignored, invalid, temperatures that are not positive
+    tokens,
     ignore_index,
     vocab_size,
-    HAS_INDEX: tl.constexpr,
+    HAS_TEMPERATURE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """equations.coded of the rows' labels."""
-    row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = row < rows
-    token = row
-    if HAS_INDEX:
-        token = tl.load(index_ptr + row, mask=mask, other=0)
+    """equations.coded, and what there is to check."""
+    program = tl.program_id(0).to(tl.int64)
+    token = program * BLOCK + tl.arange(0, BLOCK)
+    mask = token < tokens
     target = tl.load(target_ptr + token, mask=mask, other=0)
-    coded = tl.where((target < 0) | (target >= vocab_size), -2, target)
-    tl.store(out_ptr + row, tl.where(target == ignore_index, -1, coded), mask=mask)
+    ignored = (target == ignore_index) & mask
+    invalid = ((target < 0) | (target >= vocab_size)) & (target != ignore_index) & mask
+    tl.store(out_ptr + token, tl.where(ignored, -1, tl.where(invalid, -2, target)), mask=mask)
+    tl.store(count_ptr + program * 3, tl.sum(ignored.to(tl.int64), axis=0))
+    tl.store(count_ptr + program * 3 + 1, tl.sum(invalid.to(tl.int64), axis=0))
+    cold = 0
+    if HAS_TEMPERATURE:
+        temperature = tl.load(temperature_ptr + token, mask=mask, other=1.0)
+        cold = tl.sum(tl.where(temperature > 0.0, 0, 1).to(tl.int64), axis=0)
+    tl.store(count_ptr + program * 3 + 2, cold)
 
 
 @triton.jit

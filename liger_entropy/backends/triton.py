@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,11 +12,11 @@ from torch import Tensor
 from ..equations import Transform
 from . import eager
 from .kernels import gradient_kernel, statistics_kernel
-from .row_kernels import code_kernel, coefficient_kernel, finish_kernel
+from .row_kernels import coefficient_kernel, finish_kernel, inspect_kernel
 
 # One partial is one block of this many columns.
-BLOCK_COLUMNS = 2048
-WARPS = 4
+BLOCK_COLUMNS = 1024
+WARPS = 2
 
 
 def _float(vector: Tensor | None, stand_in: Tensor) -> Tensor:
@@ -70,7 +71,7 @@ class Statistics:
         bias: Tensor | None,  # [C]
         class_weight: Tensor | None,  # [C]
         offset: int,  # index of the chunk's first class in the vocabulary
-        partials: Tensor,  # [blocks of the chunk, FIELDS, R] of zeros, written
+        partials: Tensor,  # [blocks of the chunk, FIELDS, R], written where wanted
         cache: Tensor | None,  # [R, C], written with z - block maximum
     ) -> None:
         transform, (rows, columns) = self.transform, z.shape
@@ -136,17 +137,25 @@ class Gradient:
 
 
 ROW_BLOCK = 256
+INSPECT_BLOCK = 4096
 
 
-def code(target: Tensor, index: Tensor | None, ignore_index: int, vocab_size: int) -> Tensor:
-    """Labels of the rows [R], coded. target [T], index [R] tokens of the rows or None for all."""
-    rows = target.shape[0] if index is None else index.shape[0]
-    coded = target.new_empty(rows)
-    if rows:
-        arguments = target, _or(index, target), coded, rows, ignore_index, vocab_size
-        constants = dict(HAS_INDEX=index is not None, BLOCK=ROW_BLOCK)
-        _launch(code_kernel, (triton.cdiv(rows, ROW_BLOCK), 1, 1), (-(2**31) <= ignore_index < 2**31,), arguments, constants)
-    return coded
+def inspect(
+    target: Tensor, temperature: Tensor | None, ignore_index: int, vocab_size: int
+) -> tuple[Tensor, Callable[[], tuple[int, int, int]]]:
+    """Coded labels [T], and a function that reads how many are ignored, how many invalid, and how many temperatures [T]
+    are not positive."""
+    tokens = target.shape[0]
+    coded = target.new_empty(tokens)
+    programs = triton.cdiv(tokens, INSPECT_BLOCK)
+    counted = target.new_empty(programs, 3)
+    if tokens:
+        labels = target.contiguous()
+        arguments = labels, _float(temperature, target), coded, counted, tokens, ignore_index, vocab_size
+        constants = dict(HAS_TEMPERATURE=temperature is not None, BLOCK=INSPECT_BLOCK)
+        key = (-(2**31) <= ignore_index < 2**31,)
+        _launch(inspect_kernel, (programs, 1, 1), key, arguments, constants)
+    return coded, lambda: tuple(map(sum, zip(*counted.tolist(), strict=True)))
 
 
 def finish(

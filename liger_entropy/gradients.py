@@ -1,0 +1,169 @@
+"""The backward loop over chunks of the vocabulary, and the room that it works in.
+
+dx accumulates in fp32 and every chunk reads and writes all of it, so chunks should be wide; their logits and gradients
+take memory, so they should be narrow. Most of them can be both: dw is filled from its first row, and until the last
+chunks its end is room that costs nothing. There a wide chunk keeps its gradient, and its logits piece by piece.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import distributed
+from .engine import Buffer, Chunk, Kept, Problem, Settings, Tensors, Upstream, steps
+from .equations import put
+
+# A wide chunk is at most this many times as wide as a narrow one; at 8 dx passes by so rarely that it no longer counts.
+WIDE = 8
+# Bytes; a view that starts at a multiple of it is aligned for 128-bit loads and for cuBLAS in every dtype.
+ALIGNED = 256
+
+
+def backward(
+    upstream: Upstream, tensors: Tensors, kept: Kept, settings: Settings, needs: tuple[bool, bool, bool]
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of x, weight and bias, None where not needed."""
+    p = Problem(tensors, settings)
+    residuals = kept.residuals[:, : p.x.shape[0]].contiguous()
+    coefficients = p.backend.coefficients(upstream, p.target, p.index, residuals, settings.sizes.vocab_size, p.transform)
+    flags = upstream.entropy is not None, upstream.smooth is not None
+    kernel = p.backend.Gradient(p.target, p.transform, residuals, coefficients, flags)
+    if tensors.weight is None:
+        return _given_logits(p, kernel), None, None
+    return Accumulation(p, kept, kernel, needs).run()
+
+
+def _given_logits(p: Problem, kernel) -> Tensor:
+    """The gradient of given logits, as wide as they are; padding gets 0."""
+    gradient = torch.empty_like(p.tensors.x, memory_format=torch.contiguous_format)
+    gradient[:, p.columns :] = 0
+    for chunk in p.chunks(steps(0, p.columns, p.columns)):
+        out, z = gradient[:, : p.columns], p.x[:, : p.columns]
+        kernel(z, None, chunk.bias, chunk.class_weight, p.sizes.vocab_start, out)
+    return gradient
+
+
+class Accumulation:
+    """The gradients of a head, chunk by chunk."""
+
+    def __init__(self, problem: Problem, kept: Kept, kernel, needs: tuple[bool, bool, bool]):
+        p, t = problem, problem.tensors
+        need_x, need_weight, need_bias = needs
+        self.problem, self.kept, self.kernel = p, kept, kernel
+        self.dx = (p.x.new_empty if p.columns else p.x.new_zeros)(p.x.shape, dtype=p.products.accumulator) if need_x else None
+        self.dw = _zeros_beyond(t.weight, p.columns) if need_weight else None
+        self.db = _zeros_beyond(t.bias, p.columns) if need_bias else None
+        self.sum = None  # of the ranks' dx, under way
+        self.free = _free_end(self.dw, p)
+        self.cached, self.wide, self.narrow = self._bounds()
+        self.room = Buffer(p.x, self.narrow, p.products.accumulator)
+        self.cached_room = Buffer(p.x, self.cached, p.products.gradient_dtype)
+
+    def _bounds(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]], list[tuple[int, int]]]:
+        """Consecutive chunks: cached ones, wide ones in the free end of dw, narrow ones in room of their own.
+
+        A cached chunk is an eighth of the cache: an eighth more memory leaves 8 passes over dx.
+        """
+        p, s, block = self.problem, self.problem.sizes, self.problem.backend.BLOCK_COLUMNS
+        cached = min(s.cache_columns, p.columns)
+        first = steps(0, cached, max(s.gradient_columns, p.blocks(cached // WIDE) * block))
+        wide, start = [], cached
+        while (step := self._fitting(p.columns - start)) > s.gradient_columns:
+            wide.append((start, start + step))
+            start += step
+        return first, wide, steps(start, p.columns, s.gradient_columns)
+
+    def _fitting(self, remaining: int) -> int:
+        """Columns of a wide chunk whose gradient, with one piece of logits, fits in dw behind the chunk's own rows."""
+        if self.free is None:
+            return 0
+        p, s, rows = self.problem, self.problem.sizes, self.problem.x.shape[0]
+        row_bytes = self.free.numel() // p.columns
+        pieces = rows * s.logits_columns * p.products.accumulator.itemsize + 2 * ALIGNED
+        columns = (remaining * row_bytes - pieces) // (rows * p.products.gradient_dtype.itemsize + row_bytes)
+        return min(columns, WIDE * s.gradient_columns) // s.logits_columns * s.logits_columns
+
+    def run(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        p = self.problem
+        for bounds, gradient in ((self.cached, self._cached), (self.wide, self._wide), (self.narrow, self._narrow)):
+            for chunk in p.chunks(bounds):
+                self._add(gradient(chunk), chunk)
+        if p.columns == 0:
+            self._start_sum()
+        if self.sum is not None:
+            self.sum.wait()
+        dx = None if self.dx is None else put(self.dx.to(p.tensors.x.dtype), p.index, p.tensors.x.shape[0])
+        return dx, self.dw, self.db
+
+    def _apply(self, z: Tensor, block_max: Tensor | None, chunk: Chunk, out: Tensor) -> None:
+        self.kernel(z, block_max, chunk.bias, chunk.class_weight, self.problem.sizes.vocab_start + chunk.start, out)
+
+    def _cached(self, chunk: Chunk) -> Tensor:
+        p, rows = self.problem, self.problem.x.shape[0]
+        out = self.cached_room.view(chunk.stop - chunk.start)
+        block_max = self.kept.block_max[p.chunk_blocks(chunk.start, chunk.stop), :rows]
+        self._apply(self.kept.cache[:rows, chunk.start : chunk.stop], block_max, chunk, out)
+        return out
+
+    def _narrow(self, chunk: Chunk) -> Tensor:
+        """The gradient over the products themselves; a half one in the first half of each row."""
+        p, columns = self.problem, chunk.stop - chunk.start
+        z = p.logits(chunk, self.room.view(columns))
+        out = z if p.products.gradient_dtype == z.dtype else z.view(p.products.gradient_dtype)[:, :columns]
+        self._apply(z, None, chunk, out)
+        return out
+
+    def _wide(self, chunk: Chunk) -> Tensor:
+        p, step = self.problem, self.problem.sizes.logits_columns
+        out, end = self._from_free(chunk.stop - chunk.start, p.products.gradient_dtype, before=None)
+        z, _ = self._from_free(step, p.products.accumulator, before=end)
+        for piece in p.chunks(steps(chunk.start, chunk.stop, step)):
+            start = piece.start - chunk.start
+            self._apply(p.logits(piece, z), None, piece, out[:, start : start + step])
+        return out
+
+    def _from_free(self, columns: int, dtype: torch.dtype, before: int | None) -> tuple[Tensor, int]:
+        """[R, columns] at the end of the free bytes, or before a position in them, and where it starts."""
+        assert self.free is not None
+        rows = self.problem.x.shape[0]
+        end = self.free.numel() if before is None else before
+        size = rows * columns * dtype.itemsize
+        start = (end - size) // ALIGNED * ALIGNED
+        return self.free[start : start + size].view(dtype).view(rows, columns), start
+
+    def _add(self, g: Tensor, chunk: Chunk) -> None:
+        """Everything that the chunk's gradient g [R, C] contributes."""
+        p = self.problem
+        if self.db is not None:
+            self.db[chunk.start : chunk.stop] = g.sum(dim=0, dtype=p.products.accumulator)
+        if self.dx is not None:
+            p.products.add_input_gradient(g, p.operand(chunk), self.dx, first=chunk.start == 0)
+            if chunk.stop == p.columns:
+                self._start_sum()
+        if self.dw is not None:
+            p.products.weight_gradient(g, p.x, out=self.dw[chunk.start : chunk.stop])
+
+    def _start_sum(self) -> None:
+        """Add up the ranks' parts of dx, beside the last chunk's dw. An empty shard comes here without a chunk."""
+        if self.problem.settings.group and self.dx is not None and self.dx.numel():
+            self.sum = distributed.start_sum(self.dx, self.problem.settings.group)
+
+
+def _free_end(dw: Tensor | None, problem: Problem) -> Tensor | None:
+    """The bytes of dw that chunks will write, or None if wide chunks are not wanted (a chunk's size was given, or the
+    backend works in place) or dw is not laid out row by row."""
+    p = problem
+    if dw is None or p.columns == 0 or p.sizes.logits_columns >= p.sizes.gradient_columns:
+        return None
+    used = dw[: p.columns]
+    return used.view(-1).view(torch.uint8) if used.is_contiguous() else None
+
+
+def _zeros_beyond(parameter: Tensor | None, columns: int) -> Tensor | None:
+    """Room for a parameter's gradient; only rows that no chunk will write are cleared."""
+    if parameter is None:
+        return None
+    gradient = torch.empty_like(parameter)
+    gradient[columns:] = 0
+    return gradient
