@@ -41,7 +41,7 @@ class ModelSource:
             model = AutoModelForCausalLM.from_pretrained(self.pretrained, local_files_only=True, dtype=torch.float32)
         else:
             model = AutoModelForCausalLM.from_config(self.config)
-        return model.to(device=device)
+        return model.to(device)  # pyright: ignore[reportArgumentType]: transformers wraps it without its types
 
 
 def _preset(name: str) -> PretrainedConfig:
