@@ -35,9 +35,9 @@ def apply_liger_entropy(
     where they meet ``F.cross_entropy`` the fused operator runs instead, inside a call of the output embedding. Code
     that does anything else to them gets the true logits: the loss is then right but not fused, and a warning says why,
     once. Without labels nothing changes. Works on any module that calls ``lm_head`` (or what
-    ``get_output_embeddings()`` gives) and takes its loss from ``F.cross_entropy`` or ``nn.CrossEntropyLoss``; PEFT, DDP,
-    FSDP2 and ``torch.compile`` may come before or after. ``torch.compile`` traces through the patch: a model that
-    compiles without graph breaks still does.
+    ``get_output_embeddings()`` gives) and takes its loss from ``F.cross_entropy`` or ``nn.CrossEntropyLoss``; PEFT, DDP
+    and ``torch.compile`` may come before or after. ``torch.compile`` traces through the patch: a model that compiles
+    without graph breaks still does.
 
     Args:
         model: a causal language model, or a wrapper (PEFT, DDP, ``torch.compile``) of one.

@@ -121,7 +121,7 @@ def test_copies_are_patched_and_independent(model, duplicate):
     assert is_fused(model)
 
 
-@pytest.mark.parametrize("options", [dict(), dict(num_beams=2), dict(use_cache=False)])
+@pytest.mark.parametrize("options", [{}, {"num_beams": 2}, {"use_cache": False}])
 def test_generate_gives_the_same_tokens(plain, model, options):
     """PAT-22."""
     options |= dict(max_new_tokens=6, do_sample=False, attention_mask=torch.ones_like(IDS))
@@ -242,7 +242,7 @@ def test_module_without_an_output_embedding_is_refused(module):
     """PAT-29."""
     with pytest.raises(TypeError, match=f"{type(module).__name__} has no output embedding"):
         apply_liger_entropy(module)
-    with pytest.raises(TypeError, match="torch.nn.Module"):
+    with pytest.raises(TypeError, match="expected a torch"):
         apply_liger_entropy("model")
     assert not is_patched(module)
 
@@ -317,8 +317,7 @@ def test_own_module_works(name):
     losses = [m(IDS, LABELS)[1] for m in (plain, model)]
     assert_close(losses[1].detach(), losses[0].detach())
     assert model(IDS, targets=LABELS)[0] is None
-    for m, loss in zip((plain, model), losses, strict=True):
-        loss.backward()
+    torch.autograd.backward(losses)
     for (n, a), b in zip(plain.named_parameters(), model.parameters(), strict=True):
         assert_close(b.grad, a.grad, n)
     assert torch.equal(model(IDS)[0], plain(IDS)[0])

@@ -7,7 +7,9 @@ from comparison import assert_like_unpatched, batch
 from families import shrunk
 
 IMAGE = 3  # the id that stands for an image position
-VISION = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=16, patch_size=8)
+VISION = dict(
+    hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=16, patch_size=8
+)
 QWEN_VISION = dict(
     depth=1, hidden_size=16, intermediate_size=32, num_heads=2, patch_size=4, out_hidden_size=32, spatial_merge_size=2,
     temporal_patch_size=2, num_position_embeddings=64,
@@ -23,7 +25,8 @@ def text(model_type, **extra):
 MODELS = {
     "Qwen2_5_VLForConditionalGeneration": lambda: (
         transformers.Qwen2_5_VLConfig(
-            text_config=text("qwen2_5_vl_text", rope_parameters=ROPE), vision_config=QWEN_VISION | dict(fullatt_block_indexes=[0]),
+            text_config=text("qwen2_5_vl_text", rope_parameters=ROPE),
+            vision_config=QWEN_VISION | dict(fullatt_block_indexes=[0]),
             image_token_id=IMAGE,
         ), _patches(),
     ),
@@ -35,7 +38,8 @@ MODELS = {
     ),
     "LlavaForConditionalGeneration": lambda: (
         transformers.LlavaConfig(
-            text_config=text("llama"), vision_config=dict(model_type="clip_vision_model", **VISION), image_token_index=IMAGE,
+            text_config=text("llama"), vision_config=dict(model_type="clip_vision_model", **VISION),
+            image_token_index=IMAGE,
             image_seq_length=4, vision_feature_layer=-1,
         ), dict(pixel_values=torch.ones(2, 3, 16, 16)),
     ),
@@ -47,7 +51,8 @@ MODELS = {
     ),
     "PaliGemmaForConditionalGeneration": lambda: (
         transformers.PaliGemmaConfig(
-            text_config=text("gemma"), vision_config=dict(model_type="siglip_vision_model", projection_dim=32, **VISION),
+            text_config=text("gemma"), vision_config=dict(model_type="siglip_vision_model", projection_dim=32,
+                                                          **VISION),
             image_token_index=IMAGE, projection_dim=32, hidden_size=32,
         ), dict(pixel_values=torch.ones(2, 3, 16, 16), token_type_ids=1 - _types()),
     ),

@@ -22,7 +22,7 @@ def pair(config, first: str, **options):
         torch.manual_seed(0)
         model = peft.get_peft_model(model, config)
         torch.manual_seed(1)
-        for name, parameter in model.named_parameters():
+        for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.data += 0.3 * torch.randn_like(parameter)
         if patched and first == "peft":

@@ -31,7 +31,8 @@ def trained(folder, patched, wrap=lambda model: model, **arguments):
     if patched:
         apply_liger_entropy(model)
     arguments = dict(
-        output_dir=str(folder / str(patched)), use_cpu=True, per_device_train_batch_size=2, max_steps=2, logging_steps=1,
+        output_dir=str(folder / str(patched)), use_cpu=True, per_device_train_batch_size=2, max_steps=2,
+        logging_steps=1,
         gradient_accumulation_steps=4, learning_rate=1e-2, report_to=[], save_strategy="no", disable_tqdm=True, seed=0,
     ) | arguments  # fmt: skip
     trainer = Trainer(
