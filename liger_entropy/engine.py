@@ -37,7 +37,8 @@ class Sizes(NamedTuple):
     vocab_start: int  # global index of the weight's first row
     vocab_size: int  # global; rows of the weight beyond it are padding
     logits_columns: int  # of a chunk of logits
-    gradient_columns: int  # of a chunk in the backward's products; wider ones only in room that costs nothing
+    gradient_columns: int  # of a chunk in the backward's products, where it takes memory of its own
+    wide_columns: int  # the most, where the room costs nothing; 0: not to be used
     cache_columns: int  # leading columns whose logits are kept for the backward: whole chunks of logits, or all
 
 

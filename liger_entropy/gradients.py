@@ -14,8 +14,8 @@ from . import distributed
 from .engine import Buffer, Chunk, Kept, Problem, Settings, Tensors, Upstream, steps
 from .equations import put
 
-# A wide chunk is at most this many times as wide as a narrow one; at 8 dx passes by so rarely that it no longer counts.
-WIDE = 8
+# A cached chunk is this part of the cache: an eighth more memory leaves 8 passes over dx.
+CACHED_CHUNKS = 8
 # Bytes; a view that starts at a multiple of it is aligned for 128-bit loads and for cuBLAS in every dtype.
 ALIGNED = 256
 
@@ -61,13 +61,10 @@ class Accumulation:
         self.cached_room = Buffer(p.x, self.cached, p.products.gradient_dtype)
 
     def _bounds(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]], list[tuple[int, int]]]:
-        """Consecutive chunks: cached ones, wide ones in the free end of dw, narrow ones in room of their own.
-
-        A cached chunk is an eighth of the cache: an eighth more memory leaves 8 passes over dx.
-        """
+        """Consecutive chunks: cached ones, wide ones in the free end of dw, narrow ones in room of their own."""
         p, s, block = self.problem, self.problem.sizes, self.problem.backend.BLOCK_COLUMNS
         cached = min(s.cache_columns, p.columns)
-        first = steps(0, cached, max(s.gradient_columns, p.blocks(cached // WIDE) * block))
+        first = steps(0, cached, max(s.gradient_columns, p.blocks(cached // CACHED_CHUNKS) * block))
         wide, start = [], cached
         while (step := self._fitting(p.columns - start)) > s.gradient_columns:
             wide.append((start, start + step))
@@ -82,7 +79,7 @@ class Accumulation:
         row_bytes = self.free.numel() // p.columns
         pieces = rows * s.logits_columns * p.products.accumulator.itemsize + 2 * ALIGNED
         columns = (remaining * row_bytes - pieces) // (rows * p.products.gradient_dtype.itemsize + row_bytes)
-        return min(columns, WIDE * s.gradient_columns) // s.logits_columns * s.logits_columns
+        return min(columns, s.wide_columns) // s.logits_columns * s.logits_columns
 
     def run(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         p = self.problem
@@ -151,10 +148,9 @@ class Accumulation:
 
 
 def _free_end(dw: Tensor | None, problem: Problem) -> Tensor | None:
-    """The bytes of dw that chunks will write, or None if wide chunks are not wanted (a chunk's size was given, or the
-    backend works in place) or dw is not laid out row by row."""
+    """The bytes of dw that chunks will write, or None if wide chunks are not wanted or dw is not laid out row by row."""
     p = problem
-    if dw is None or p.columns == 0 or p.sizes.logits_columns >= p.sizes.gradient_columns:
+    if dw is None or p.columns == 0 or p.sizes.wide_columns == 0:
         return None
     used = dw[: p.columns]
     return used.view(-1).view(torch.uint8) if used.is_contiguous() else None

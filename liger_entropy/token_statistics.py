@@ -191,17 +191,17 @@ class Call:
         kept = int(count)
         return (coded, None, None) if kept == len(self.target) else (coded, order[:kept], count)
 
-    def _plan(self, options: ComputeOptions, backend: str, columns: int, rows: int) -> tuple[int, int, int]:
-        """Columns of a chunk of logits, of a chunk in the backward's products, and of the cache."""
+    def _plan(self, options: ComputeOptions, backend: str, columns: int, rows: int) -> tuple[int, int, int, int]:
+        """Columns of a chunk of logits, of a chunk in the backward's products, of its widest ones, and of the cache."""
         if self.weight is None:
-            return columns, columns, 0
-        chunk = planner.chunk_columns(rows, columns, backend, options.chunk_bytes)
-        gradient = planner.gradient_columns(chunk, columns, backend, options.chunk_bytes)
+            return columns, columns, 0, 0
+        widths = planner.chunk_widths(rows, columns, backend, options.chunk_bytes)
+        plan = widths.logits, widths.gradient, widths.wide
         if not torch.is_grad_enabled():
-            return chunk, gradient, 0
+            return *plan, 0
         gradients = self.weight.numel() * self.weight.element_size() + 3 * self.input.numel() * 4
-        budget = planner.cache_budget(options.cache_bytes, self.input.device, gradients + rows * gradient * 4)
-        return chunk, gradient, planner.cache_columns(rows, columns, chunk, budget, self.dtype.itemsize)
+        budget = planner.cache_budget(options.cache_bytes, self.input.device, gradients + rows * widths.gradient * 4)
+        return *plan, planner.cache_columns(rows, columns, widths.logits, budget, self.dtype.itemsize)
 
 
 def _check_tensors(input, weight, target, bias, class_weight, sharded: bool) -> None:

@@ -5,6 +5,7 @@ Both offer ``chunk_statistics`` and ``chunk_gradient`` with the same arguments; 
 
 from __future__ import annotations
 
+import functools
 import importlib
 from types import ModuleType
 
@@ -14,6 +15,7 @@ MODULES = {"torch": "eager", "triton": "triton"}
 
 
 @torch.compiler.assume_constant_result  # Dynamo cannot trace an import
+@functools.cache
 def get(name: str) -> ModuleType:
     """The backend module of that name, imported on first use: Triton is not needed before."""
     return importlib.import_module(f"{__name__}.{MODULES[name]}")

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from problems import STATISTICS, all_losses, all_statistics, labels, plain_losses, problem, solve
 from torch.utils.checkpoint import checkpoint
 
-from liger_entropy import ComputeOptions, cross_entropy, engine, linear_cross_entropy, linear_token_statistics, ops
+from liger_entropy import ComputeOptions, cross_entropy, gradients, linear_cross_entropy, linear_token_statistics, ops
 from liger_entropy.products import Products
 
 RECOMPUTE = ComputeOptions(cache_bytes=0)
@@ -130,13 +130,13 @@ def test_absent_upstream_gradient_crashes_or_changes_the_others(wanted):
 def test_unused_statistics_cause_work(monkeypatch):
     """AG-06, MEM-02, PERF-03: a loss without entropy never asks for its gradient, nor for the statistic."""
     seen = []
-    original = engine.backward
+    original = gradients.backward
 
     def spy(upstream, tensors, kept, settings, needs):
         seen.append((settings.wanted, [g is not None for g in upstream]))
         return original(upstream, tensors, kept, settings, needs)
 
-    monkeypatch.setattr(engine, "backward", spy)
+    monkeypatch.setattr(gradients, "backward", spy)
     p, _ = leaves()
     losses(p)[0].backward()
     assert seen == [((False, False, False), [True, False, False, False])]
@@ -144,7 +144,7 @@ def test_unused_statistics_cause_work(monkeypatch):
 
 def test_no_upstream_gradient_at_all_runs_the_backward(monkeypatch):
     """AG-06"""
-    monkeypatch.setattr(engine, "backward", None)
+    monkeypatch.setattr(gradients, "backward", None)
     p, _ = leaves()
     s = all_statistics(p)
     (p.input.sum() + 0 * s["prediction"].sum()).backward()

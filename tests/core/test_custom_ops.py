@@ -7,7 +7,7 @@ from problems import all_losses, all_statistics, given, labels, problem
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import liger_entropy
-from liger_entropy import ComputeOptions, cross_entropy, engine, linear_cross_entropy, linear_token_statistics, ops
+from liger_entropy import ComputeOptions, cross_entropy, gradients, linear_cross_entropy, linear_token_statistics, ops
 
 EVERYTHING = ("linear_bias", "weight", "token_weight", "temperature")
 
@@ -26,13 +26,13 @@ def recorded(monkeypatch):
     for name in ("token_statistics", "inspect_rows"):
         original = getattr(ops, name)
         monkeypatch.setattr(ops, name, lambda *a, _o=original, _n=name: calls[_n].append(a) or _o(*a))
-    backward = engine.backward
+    backward = gradients.backward
 
     def record(*parts):
         calls["token_statistics_backward"].append(tuple(plain(a) for part in parts for a in part))
         return backward(*parts)
 
-    monkeypatch.setattr(engine, "backward", record)
+    monkeypatch.setattr(gradients, "backward", record)
     return calls
 
 

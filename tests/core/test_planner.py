@@ -23,8 +23,8 @@ def backend(request):
 def test_chunk_is_empty_or_wider_than_the_vocabulary(chunk_bytes, backend):
     """MEM-07: 1 <= chunk <= V, whole blocks unless all, at every size; the forward's too."""
     for rows, vocab in itertools.product(ROWS, VOCABULARIES):
-        chunk = planner.chunk_columns(rows, vocab, backend, chunk_bytes)
-        for columns in (chunk, planner.gradient_columns(chunk, vocab, backend, chunk_bytes)):
+        widths = planner.chunk_widths(rows, vocab, backend, chunk_bytes)
+        for columns in (widths.logits, widths.gradient, widths.wide or 1 * vocab):
             assert 1 <= columns <= vocab
             assert columns == vocab or columns % BLOCKS[backend] == 0
 
@@ -50,9 +50,9 @@ def test_chunk_bytes_is_exceeded(backend):
 def test_automatic_chunk_is_a_large_part_of_the_logits(backend):
     """At the sizes that matter a chunk is under 5 % of the logits."""
     for rows, vocab in ((2048, 32000), (8192, 128256), (16384, 152064)):
-        chunk = planner.chunk_columns(rows, vocab, backend, "auto")
-        assert planner.gradient_columns(chunk, vocab, backend, "auto") <= 0.13 * vocab
-        assert chunk <= 0.065 * vocab
+        widths = planner.chunk_widths(rows, vocab, backend, "auto")
+        assert widths.gradient <= 0.033 * vocab
+        assert widths.logits <= 0.065 * vocab
 
 
 def test_automatic_cache_takes_memory_on_the_cpu():
