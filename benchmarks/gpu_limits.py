@@ -138,7 +138,7 @@ def check_given_logits(timer: Timer) -> Iterator[Check]:
         tokens, vocab = 8192, 128256
         logits = torch.randn(tokens, vocab, device=CUDA).to(dtype).requires_grad_()
         y = torch.randint(0, vocab, (tokens,), device=CUDA)
-        source, target = logits.detach(), torch.empty_like(logits)
+        source, target = logits.detach(), torch.empty_like(logits).detach()
 
         def forward(logits=logits, y=y):
             with torch.no_grad():
@@ -156,7 +156,7 @@ def check_given_logits(timer: Timer) -> Iterator[Check]:
             from liger_kernel.transformers.functional import liger_cross_entropy
 
             # Liger writes its gradient over the logits; what is timed does not depend on their values.
-            functions["liger"] = lambda z=target, y=y: liger_cross_entropy(z.requires_grad_(), y).backward()
+            functions["liger"] = lambda z=target, y=y: liger_cross_entropy(z.detach().requires_grad_(), y).backward()
         except ImportError:
             pass
         t = timer.medians(functions)

@@ -117,9 +117,6 @@ class Problem:
     def chunk_blocks(self, start: int, stop: int) -> slice:
         return slice(start // self.backend.BLOCK_COLUMNS, self.blocks(stop))
 
-    def cached(self, stop: int) -> bool:
-        return stop <= self.sizes.cache_columns
-
     def chunks(self, bounds: list[tuple[int, int]]) -> Iterator[Chunk]:
         """The bounds with the parameters' views, cut while the device works on the chunk before."""
         t, accumulator = self.tensors, self.products.accumulator
@@ -165,7 +162,7 @@ def forward(tensors: Tensors, settings: Settings) -> tuple[list[Tensor | None], 
     """logprob, entropy, lse, smooth_logprob, prediction [T] (None where not wanted), and what the backward needs."""
     problem = Problem(tensors, settings)
     size = tensors.target.shape[0] if tensors.order is None else tensors.order.shape[0]
-    cache = tensors.x.new_empty(size, settings.sizes.cache_columns, dtype=problem.products.gradient_dtype)
+    cache = _cache(problem, size)
     partials = _partials(problem, cache)
     whole = partials if partials.shape[0] else _neutral(partials)[None]
     if settings.group:
@@ -173,8 +170,17 @@ def forward(tensors: Tensors, settings: Settings) -> tuple[list[Tensor | None], 
     outputs, residuals = problem.backend.finish(
         whole, problem.target, problem.index, tensors.target.shape[0], settings.sizes.vocab_size, settings.wanted
     )
-    block_max = partials[: problem.blocks(settings.sizes.cache_columns), ROW_MAX].clone()
+    block_max = partials[: problem.blocks(cache.shape[1]), ROW_MAX].clone()
     return outputs, Kept(_padded(residuals, size), cache, _padded(block_max, size))
+
+
+def _cache(problem: Problem, size: int) -> Tensor:  # [K, columns]
+    """Room for the logits that are kept; none if there is not the memory after all, the backward then makes them again."""
+    make, dtype = problem.tensors.x.new_empty, problem.products.gradient_dtype
+    try:
+        return make(size, problem.sizes.cache_columns, dtype=dtype)
+    except torch.OutOfMemoryError:
+        return make(size, 0, dtype=dtype)
 
 
 def _partials(problem: Problem, cache: Tensor) -> Tensor:  # [blocks, FIELDS, R]
@@ -187,7 +193,7 @@ def _partials(problem: Problem, cache: Tensor) -> Tensor:  # [blocks, FIELDS, R]
     statistics = p.backend.Statistics(p.target, p.transform, p.settings.wanted, overwrite=not given)
     for chunk in p.chunks(bounds):
         z = p.x[:, : p.columns] if buffer is None else p.logits(chunk, buffer.view(chunk.stop - chunk.start))
-        kept = cache[:rows, chunk.start : chunk.stop] if p.cached(chunk.stop) else None
+        kept = cache[:rows, chunk.start : chunk.stop] if chunk.stop <= cache.shape[1] else None
         part = partials[p.chunk_blocks(chunk.start, chunk.stop)]
         statistics(z, chunk.bias, chunk.class_weight, p.sizes.vocab_start + chunk.start, part, kept)
     return partials

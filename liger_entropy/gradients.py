@@ -63,7 +63,7 @@ class Accumulation:
     def _bounds(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]], list[tuple[int, int]]]:
         """Consecutive chunks: cached ones, wide ones in the free end of dw, narrow ones in room of their own."""
         p, s, block = self.problem, self.problem.sizes, self.problem.backend.BLOCK_COLUMNS
-        cached = min(s.cache_columns, p.columns)
+        cached = min(self.kept.cache.shape[1], p.columns)
         first = steps(0, cached, max(s.gradient_columns, p.blocks(cached // CACHED_CHUNKS) * block))
         wide, start = [], cached
         while (step := self._fitting(p.columns - start)) > s.gradient_columns:

@@ -23,12 +23,12 @@ class ComputeOptions:
     Args:
         backend: ``"triton"`` (CUDA, or CPU under TRITON_INTERPRET=1), ``"torch"`` (any device), or ``"auto"``: Triton
             on CUDA, torch elsewhere and for fp64. An explicit backend that cannot run raises RuntimeError.
-        chunk_bytes: size of the buffer for one chunk's fp32 logits, or ``"auto"`` (see :func:`chunk_columns`).
+        chunk_bytes: size of the buffer for one chunk's fp32 logits, or ``"auto"`` (see :func:`chunk_widths`).
             A chunk is at least one block of columns wide (torch 1024, triton 2048).
         cache_bytes: how many bytes of logits the forward may keep for the backward, which then recomputes only the
             rest. ``"auto"``: a quarter of the GPU memory that is free at that moment after setting the gradients'
-            room aside, nothing on CPU, while compiling, or during CUDA-graph capture. An automatic cache that cannot be
-            allocated is left out; an explicit budget that cannot be allocated raises torch's out-of-memory error.
+            room aside, nothing on CPU, while compiling, or during CUDA-graph capture. A cache that cannot be
+            allocated is left out.
         skip_ignored: drop ignored tokens before the first product. Costs one host sync, shared with check_labels.
         check_labels: raise ValueError for a label outside the vocabulary; when off, such a token's outputs are NaN.
 
