@@ -1,0 +1,1 @@
+"""A policy trained by GRPO on a text task that can be verified, with and without an entropy bonus."""
