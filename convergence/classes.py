@@ -19,7 +19,7 @@ from .models import CONFIGS
 from .objectives import EveryOption, exact_head, patched, plain
 from .training import Objective, Trajectory, train
 
-STEPS = 120
+STEPS = 100
 # An interpreted step takes seconds.
 INTERPRETED_STEPS = 3
 CACHE_ALL = ComputeOptions(cache_bytes=1 << 40)

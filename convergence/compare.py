@@ -22,7 +22,7 @@ class Deviation:
 
 
 # A bound is a deviation that no member may exceed. fp32: rounding differs, nothing else does; measured with every
-# weight moved by one unit in the last place, 120 steps: loss 6e-6, gradient norm 2e-4, entropy 1e-5, parameters 6e-4
+# weight moved by one unit in the last place: loss 6e-6, gradient norm 2e-4, entropy 1e-5, parameters 6e-4
 # (GPT-2, whose key biases have no gradient but rounding), top logits 5e-4.
 FP32 = {
     "loss": Deviation(1e-4, 5e-6),
@@ -32,14 +32,16 @@ FP32 = {
     "top_logit": Deviation(1e-2, 1e-4),
     "held_out": Deviation(1e-4, 5e-5),
 }
-# bf16: a flipped rounding of a weight or of an activation is a thousandth, and so are the differences.
+# bf16: roundings of activations and weights flip; differences grow to 1e-2 nats by step 40 and stay there. Measured
+# with the nudge and with torch.compile, which rounds less: loss 2e-2, gradient norm 1e-1 (at a spike), entropy 6e-2,
+# parameters 5e-2 (GPT-2: 1e-1), top logits 5e-1; their means are smaller by one to two orders.
 BF16 = {
-    "loss": Deviation(5e-2, 3e-3),
-    "grad_norm": Deviation(2e-1, 5e-3),
-    "entropy": Deviation(6e-2, 4e-3),
+    "loss": Deviation(1e-1, 3e-3),
+    "grad_norm": Deviation(4e-1, 1e-2),
+    "entropy": Deviation(2e-1, 4e-3),
     "parameters": Deviation(2e-1, 1e-2),
-    "top_logit": Deviation(5e-1, 3e-2),
-    "held_out": Deviation(1e-2, 5e-3),
+    "top_logit": Deviation(1.0, 4e-2),
+    "held_out": Deviation(2e-2, 1e-2),
 }
 
 

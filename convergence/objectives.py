@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from liger_entropy import ComputeOptions, linear_cross_entropy
-from liger_entropy.huggingface import apply_liger_entropy
+from liger_entropy import ComputeOptions, apply_liger_entropy, linear_cross_entropy
 
 from .data import VOCABULARY
 from .training import Objective
@@ -51,7 +50,10 @@ def patched(
 
     def objective_of(model: PreTrainedModel) -> Objective:
         apply_liger_entropy(model, entropy_coef=entropy_coef, options=options)
-        run = torch.compile(model, backend=compiler) if compiler else model
+        run = model
+        if compiler:
+            torch.compiler.reset()  # Dynamo counts recompilations over all models of a process
+            run = torch.compile(model, backend=compiler)
 
         def objective(ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
             outputs = run(input_ids=ids, labels=labels)

@@ -110,7 +110,7 @@ def optimize(
     trajectory: Trajectory,
     after_step: Callable[[int], None] = lambda step: None,
 ) -> None:
-    optimizer = torch.optim.AdamW(weights.masters, lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.1)
+    optimizer = torch.optim.AdamW(weights.masters, lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate(step, steps))
     for step in range(steps):
         ids, labels = (part.to(device) for part in next(data))
