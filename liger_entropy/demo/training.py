@@ -13,7 +13,8 @@ from transformers import PreTrainedModel
 
 from liger_entropy import ComputeOptions, apply_liger_entropy
 
-LEARNING_RATE = 5e-3
+# At 5e-3 the rounding errors of two runs grow to 1e-2 nats after 100 steps; at 3e-3 they stayed at 1e-6 for 160.
+LEARNING_RATE = 3e-3
 WARMUP_STEPS = 20
 
 
