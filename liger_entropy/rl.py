@@ -187,7 +187,7 @@ class EntropyController:
 
     def update(self, entropy: float | Tensor) -> float:
         """The coefficient for the next step, given this step's mean entropy, over all ranks where there are several."""
-        entropy = float(entropy)
+        entropy = float(entropy.detach() if isinstance(entropy, Tensor) else entropy)
         if not math.isfinite(entropy):
             raise ValueError(f"entropy: expected a finite number, got {entropy}")
         # The exponent is bounded as the coefficient is, so that no entropy overflows it.
