@@ -14,7 +14,9 @@ from . import eager
 from .kernels import gradient_kernel, statistics_kernel
 from .row_kernels import coefficient_kernel, finish_kernel, inspect_kernel
 
-# One partial is one block of this many columns.
+# One partial is one block of this many columns. On an H200 (T=8192, V=128256, torch 2.11, triton 3.6, 2026-12-01) both
+# kernels took, in ms over the whole vocabulary, statistics and gradient: 1024 columns and 1 warp 1.71, 1.76; 2 warps
+# 1.59, 1.67; 4 warps 2.05, 1.71; 2048 and 2 warps 1.73, 1.87; 2048 and 8 warps 2.30, 2.02; 4096 and 8 warps 1.58, 1.62.
 BLOCK_COLUMNS = 1024
 WARPS = 2
 
