@@ -148,7 +148,8 @@ def finalize(state: Tensor, target: Tensor, vocab_size: int, wanted: tuple[bool,
     """Statistics of each row from its merged partial. state [FIELDS, R], target [R] (IGNORED and INVALID included).
 
     Returns logprob, entropy, lse, smooth_logprob, prediction [R] each and residuals [4, R] for the gradient:
-    row maximum, log d, s / d and sum(c) / V. A statistic that is not wanted is None.
+    row maximum, log d, s / d and sum(c) / V. A statistic that is not wanted is None, what only it needs is 0: the
+    fields of the state behind it were never written.
     """
     log_norm = state[NORMALIZER].log()
     shifted_mean = state[SHIFTED_SUM] / state[NORMALIZER]
@@ -163,7 +164,9 @@ def finalize(state: Tensor, target: Tensor, vocab_size: int, wanted: tuple[bool,
         for s in (logprob, entropy, lse, smooth)
     ]
     prediction = torch.where(kept, state[PREDICTION].nan_to_num().long(), -1) if wanted[2] else None
-    residuals = torch.stack([state[ROW_MAX], log_norm, shifted_mean, mean_weight])
+    unused = torch.zeros_like(log_norm)
+    optional = shifted_mean if wanted[0] else unused, mean_weight if wanted[1] else unused
+    residuals = torch.stack([state[ROW_MAX], log_norm, *optional])
     return (*floats, prediction, residuals)
 
 
