@@ -120,30 +120,45 @@ def _pytest(folder: Path, tests: tuple[str, ...], interpret: bool, log: Path) ->
     sys.exit(int(status) if tested and Path(tested).is_relative_to(folder) else WRONG_COPY)
 
 
-def check_fault(fault: Fault) -> Outcome:
+def try_copy(fault: Fault | None, tests: tuple[str, ...], interpret: bool) -> Outcome:
     with tempfile.TemporaryDirectory(prefix="fault-") as name:
-        copy_library(Path(name))
-        plant(fault, Path(name))
-        return run_tests(Path(name), fault.tests, fault.interpret)
+        folder = Path(name)
+        copy_library(folder)
+        if fault is not None:
+            plant(fault, folder)
+        return run_tests(folder, tests, interpret)
 
 
 def check_without_fault(faults: list[Fault], jobs: int) -> list[str]:
     """The same tests on an untouched copy: only then does a failure speak of the fault."""
-    groups = sorted({(fault.interpret, test) for fault in faults for test in fault.tests})
-    with tempfile.TemporaryDirectory(prefix="fault-") as name, ThreadPoolExecutor(jobs) as pool:
-        copy_library(Path(name))
-        outcomes = list(pool.map(lambda group: run_tests(Path(name), (group[1],), group[0]), groups))
+    groups = sorted({((test,), fault.interpret) for fault in faults for test in fault.tests})
     lines = []
-    for (_, test), outcome in zip(groups, outcomes, strict=True):
-        passed = outcome.status == 0
-        print(f"{'passes' if passed else 'FAILS':8}{outcome.seconds:6.0f} s  without a fault: {test}", flush=True)
-        if not passed:
-            lines.append(f"{test} fails without a fault\n{outcome.output[-2000:]}")
+    with ThreadPoolExecutor(jobs) as pool:
+        for (tests, _), outcome in zip(groups, pool.map(lambda group: try_copy(None, *group), groups), strict=True):
+            passed = outcome.status == 0
+            print(
+                f"{'passes' if passed else 'FAILS':8}{outcome.seconds:6.0f} s  without a fault: {tests[0]}", flush=True
+            )
+            if not passed:
+                lines.append(f"{tests[0]} fails without a fault\n{outcome.output[-2000:]}")
     return lines
 
 
 def verdict(outcome: Outcome) -> str:
     return {0: "SURVIVED", 1: "caught", -signal.SIGKILL: "caught"}.get(outcome.status, "BROKEN")
+
+
+def check_faults(faults: list[Fault], jobs: int) -> dict[str, int]:
+    """One line per fault; how many had each verdict."""
+    counts = {"caught": 0, "SURVIVED": 0, "BROKEN": 0}
+    with ThreadPoolExecutor(jobs) as pool:
+        for fault, outcome in zip(faults, pool.map(lambda f: try_copy(f, f.tests, f.interpret), faults), strict=True):
+            what = verdict(outcome)
+            counts[what] += 1
+            print(f"{what:9}{outcome.seconds:5.0f} s  {fault.file:22} {fault.name:58} {outcome.test}", flush=True)
+            if what == "BROKEN":
+                print(outcome.output[-2000:], file=sys.stderr)
+    return counts
 
 
 def main() -> int:
@@ -158,14 +173,7 @@ def main() -> int:
     if problems:
         print("\n".join(problems), file=sys.stderr)
         return 2
-    counts = {"caught": 0, "SURVIVED": 0, "BROKEN": 0}
-    with ThreadPoolExecutor(arguments.jobs) as pool:
-        for fault, outcome in zip(faults, pool.map(check_fault, faults), strict=True):
-            what = verdict(outcome)
-            counts[what] += 1
-            print(f"{what:9}{outcome.seconds:5.0f} s  {fault.file:22} {fault.name:58} {outcome.test}", flush=True)
-            if what == "BROKEN":
-                print(outcome.output[-2000:], file=sys.stderr)
+    counts = check_faults(faults, arguments.jobs)
     print(f"{len(faults)} faults: {counts['caught']} caught, {counts['SURVIVED']} survived, {counts['BROKEN']} broken")
     return 2 if counts["BROKEN"] else int(counts["SURVIVED"] > 0)
 
