@@ -34,7 +34,10 @@ def shapes() -> list[tuple[int, int]]:
 
 def upstream(outputs, head: Head):
     """Arbitrary gradients per token; 1 for an implementation that gives one number."""
-    return [(g if o.ndim else torch.ones_like(o)).to(o) for o, g in zip(outputs, (head.g_logprob, head.g_entropy), strict=False)]
+    return [
+        (g if o.ndim else torch.ones_like(o)).to(o)
+        for o, g in zip(outputs, (head.g_logprob, head.g_entropy), strict=False)
+    ]
 
 
 def functions(statistics, head: Head):
@@ -91,7 +94,11 @@ def cuda_rows(rounds: int) -> Iterator[dict]:
 
 
 def environment(device: str) -> str:
-    name = torch.cuda.get_device_name() if device == "cuda" else f"{platform.processor() or platform.machine()} CPU, {torch.get_num_threads()} threads"
+    name = (
+        torch.cuda.get_device_name()
+        if device == "cuda"
+        else f"{platform.processor() or platform.machine()} CPU, {torch.get_num_threads()} threads"
+    )
     return f"# {name}, torch {torch.__version__}, {datetime.date.today()}, python -m benchmarks --device {device}"
 
 

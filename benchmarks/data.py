@@ -53,8 +53,8 @@ class Truth:
 
 
 def fp64_truth(head: Head, rows: int = 512) -> Truth:
-    """Values and gradients of ``sum(g_logprob logprob + g_entropy entropy)`` from full fp64 logits of `rows` tokens at a
-    time, by autograd."""
+    """Values and gradients of ``sum(g_logprob logprob + g_entropy entropy)`` from full fp64 logits of `rows` tokens
+    at a time, by autograd."""
     w = head.w.detach().double().requires_grad_()
     parts = []
     for r in range(0, head.x.shape[0], rows):

@@ -147,10 +147,10 @@ def check_given_logits(timer: Timer) -> Iterator[Check]:
         def both(logits=logits, y=y):
             torch.autograd.grad(cross_entropy(logits, y, entropy_coef=0.01), logits)
 
-        eager = torch.compile(lambda z, y: torch.nn.functional.cross_entropy(z.float(), y))
+        compiled = torch.compile(lambda z, y: torch.nn.functional.cross_entropy(z.float(), y))
         functions = {
             "copy": lambda s=source, d=target: d.copy_(s), "forward": forward, "both": both,
-            "torch.compile": lambda z=logits, y=y: torch.autograd.grad(eager(z, y), z),
+            "torch.compile": lambda z=logits, y=y, f=compiled: torch.autograd.grad(f(z, y), z),
         }  # fmt: skip
         try:
             from liger_kernel.transformers.functional import liger_cross_entropy
@@ -162,9 +162,13 @@ def check_given_logits(timer: Timer) -> Iterator[Check]:
         t = timer.medians(functions)
         others = ", ".join(f"{n} {t[n]:.2f} ms" for n in ("torch.compile", "liger") if n in t)
         name = f"{tokens}x{vocab} {str(dtype)[6:]}"
-        yield Check("given logits, forward / read", name, t["forward"] / (t["copy"] / 2), 1.15, f"{t['forward']:.2f} ms")
+        yield Check(
+            "given logits, forward / read", name, t["forward"] / (t["copy"] / 2), 1.15, f"{t['forward']:.2f} ms"
+        )
         moved = t["copy"] / 2 * 3
-        yield Check("given logits, step / 2 reads, 1 write", name, t["both"] / moved, 1.15, f"{t['both']:.2f} ms; {others}")
+        yield Check(
+            "given logits, step / 2 reads, 1 write", name, t["both"] / moved, 1.15, f"{t['both']:.2f} ms; {others}"
+        )
 
 
 def check_errors(timer: Timer) -> Iterator[Check]:
@@ -172,7 +176,11 @@ def check_errors(timer: Timer) -> Iterator[Check]:
     head = make_head(4096, 4096, 128256, CUDA)
     truth, name = fp64_truth(head), "4096x4096x128256"
     errors = {}
-    for label, statistics in {"ours": ours(cache_bytes=0), "cached": ours(cache_bytes=1 << 50), "eager": torch_eager()}.items():
+    for label, statistics in {
+        "ours": ours(cache_bytes=0),
+        "cached": ours(cache_bytes=1 << 50),
+        "eager": torch_eager(),
+    }.items():
         logprob, entropy = statistics(head.x, head.w, head.y)
         assert entropy is not None
         dx, dw = torch.autograd.grad([logprob, entropy], [head.x, head.w], [head.g_logprob, head.g_entropy])
@@ -213,7 +221,11 @@ def main() -> int:
     for name in arguments.only:
         for check in CHECKS[name](timer):
             rows.append(check)
-            print(f"{check.name:40} {check.shape:22} {check.measured:9.4g} {check.limit:8.4g} {check.verdict:5} {check.note}", flush=True)
+            print(
+                f"{check.name:40} {check.shape:22} {check.measured:9.4g} {check.limit:8.4g} {check.verdict:5} "
+                f"{check.note}",
+                flush=True,
+            )
         torch.cuda.empty_cache()
     if arguments.out:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)

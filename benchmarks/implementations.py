@@ -1,4 +1,4 @@
-"""The libraries compared. Each entry makes a function (x, w, y) -> (logprob [T], entropy [T] or None) or says why not."""
+"""The libraries compared. Each makes a function (x, w, y) -> (logprob [T], entropy [T] or None), or says why not."""
 
 from __future__ import annotations
 
@@ -109,7 +109,9 @@ def trl() -> Statistics:
     from trl.kernels import ChunkedLogProbFunction
 
     def run(x, w, y):
-        logprob, entropy, *_ = ChunkedLogProbFunction.apply(x, w, None, y, 1.0, 32768, None, 1.0, ("log_probs", "entropy"))
+        logprob, entropy, *_ = ChunkedLogProbFunction.apply(
+            x, w, None, y, 1.0, 32768, None, 1.0, ("log_probs", "entropy")
+        )
         return logprob, entropy
 
     return run

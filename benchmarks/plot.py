@@ -44,7 +44,9 @@ def draw(path: Path, out: Path) -> None:
             panel.minorticks_off()
             panel.grid(alpha=0.3)
         axes[1].legend(fontsize=7, ncols=2)
-        figure.suptitle(f"D=4096, {'V' if name == 'T' else 'T'}={at}, bf16. {environment.split(', python')[0]}", fontsize=9)
+        figure.suptitle(
+            f"D=4096, {'V' if name == 'T' else 'T'}={at}, bf16. {environment.split(', python')[0]}", fontsize=9
+        )
         figure.savefig(out / f"against_{name.lower()}.png", dpi=130)
         plt.close(figure)
 

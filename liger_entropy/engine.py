@@ -175,7 +175,7 @@ def forward(tensors: Tensors, settings: Settings) -> tuple[list[Tensor | None], 
 
 
 def _cache(problem: Problem, size: int) -> Tensor:  # [K, columns]
-    """Room for the logits that are kept; none if there is not the memory after all, the backward then makes them again."""
+    """Room for the logits that are kept; none if there is not the memory: the backward then makes them again."""
     make, dtype = problem.tensors.x.new_empty, problem.products.gradient_dtype
     try:
         return make(size, problem.sizes.cache_columns, dtype=dtype)

@@ -26,7 +26,9 @@ def backward(
     """Gradients of x, weight and bias, None where not needed."""
     p = Problem(tensors, settings)
     residuals = kept.residuals[:, : p.x.shape[0]].contiguous()
-    coefficients = p.backend.coefficients(upstream, p.target, p.index, residuals, settings.sizes.vocab_size, p.transform)
+    coefficients = p.backend.coefficients(
+        upstream, p.target, p.index, residuals, settings.sizes.vocab_size, p.transform
+    )
     flags = upstream.entropy is not None, upstream.smooth is not None
     kernel = p.backend.Gradient(p.target, p.transform, residuals, coefficients, flags)
     if tensors.weight is None:
@@ -51,7 +53,9 @@ class Accumulation:
         p, t = problem, problem.tensors
         need_x, need_weight, need_bias = needs
         self.problem, self.kept, self.kernel = p, kept, kernel
-        self.dx = (p.x.new_empty if p.columns else p.x.new_zeros)(p.x.shape, dtype=p.products.accumulator) if need_x else None
+        self.dx = (
+            (p.x.new_empty if p.columns else p.x.new_zeros)(p.x.shape, dtype=p.products.accumulator) if need_x else None
+        )
         self.dw = _zeros_beyond(t.weight, p.columns) if need_weight else None
         self.db = _zeros_beyond(t.bias, p.columns) if need_bias else None
         self.sum = None  # of the ranks' dx, under way
@@ -148,7 +152,7 @@ class Accumulation:
 
 
 def _free_end(dw: Tensor | None, problem: Problem) -> Tensor | None:
-    """The bytes of dw that chunks will write, or None if wide chunks are not wanted or dw is not laid out row by row."""
+    """The bytes of dw that chunks will write, None if wide chunks are not wanted or dw is not laid out row by row."""
     p = problem
     if dw is None or p.columns == 0 or p.sizes.wide_columns == 0:
         return None

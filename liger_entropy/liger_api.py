@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn._reduction import legacy_get_string
 
 from .losses import CrossEntropyOutput, LossOptions, fused_loss
 from .planner import ComputeOptions
@@ -41,7 +42,7 @@ def liger_cross_entropy(
     size_average and reduce follow torch's deprecated rule when given.
     """
     if size_average is not None or reduce is not None:
-        reduction = torch.nn._reduction.legacy_get_string(size_average, reduce)
+        reduction = legacy_get_string(size_average, reduce)
     loss_options = LossOptions(
         reduction, label_smoothing, lse_square_scale, entropy_coef,
         return_entropy_loss, return_z_loss, return_token_accuracy, return_predicted_tokens,

@@ -1,15 +1,15 @@
 """The losses: every option is plain PyTorch on the ``[T]`` statistics of token_statistics.py.
 
-    loss = CE + z_loss - entropy_coef * H
-    CE   = -((1 - eps) c_y logprob + eps smooth_logprob)      as torch.nn.functional.cross_entropy
-    z    = lse_square_scale * lse^2                           as in PaLM and Liger
+loss = CE + z_loss - entropy_coef * H
+CE   = -((1 - eps) c_y logprob + eps smooth_logprob)      as torch.nn.functional.cross_entropy
+z    = lse_square_scale * lse^2                           as in PaLM and Liger
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,16 +18,19 @@ from . import distributed
 from .planner import ComputeOptions
 from .token_statistics import Call, TokenStatistics, _check_float, _finite
 
-try:
+if TYPE_CHECKING:
     from liger_kernel.transformers.functional import CrossEntropyOutput as _LigerOutput
-except ImportError:  # Liger needs Triton; without it there is no call site to stay compatible with
+else:
+    try:
+        from liger_kernel.transformers.functional import CrossEntropyOutput as _LigerOutput
+    except ImportError:  # Liger needs Triton; without it there is no call site to stay compatible with
 
-    @dataclass
-    class _LigerOutput:
-        loss: Tensor
-        z_loss: Tensor | None = None
-        token_accuracy: Tensor | None = None
-        predicted_tokens: Tensor | None = None
+        @dataclass
+        class _LigerOutput:
+            loss: Tensor
+            z_loss: Tensor | None = None
+            token_accuracy: Tensor | None = None
+            predicted_tokens: Tensor | None = None
 
 
 @dataclass
@@ -239,7 +242,7 @@ def linear_cross_entropy(
     vocab_size: int | None = None,
     reduction_group: Any = None,
 ) -> Tensor | CrossEntropyOutput:
-    """Cross-entropy of ``softmax(z)``, ``z = softcap(logit_scale (input weight^T + bias)) / temperature``, with entropy.
+    """Cross-entropy and entropy of ``softmax(z)``, ``z = softcap(logit_scale (input weight^T + bias)) / temperature``.
 
     ``loss = CE + z_loss - entropy_coef * H``, in fp32 nats (fp64 for fp64 inputs). Label smoothing, class weights and
     z-loss never change H. Differentiable in input, linear_weight, linear_bias and token_weight, once.
@@ -248,8 +251,8 @@ def linear_cross_entropy(
         input: ``[..., D]``; linear_weight: ``[V, D]``; target: ``[...]``; linear_bias: ``[V]``; see
             :func:`linear_token_statistics` for these and for ignore_index, softcap, logit_scale, temperature,
             process_group, options, vocab_size.
-        weight: ``[V]`` class weights, torch's rule: the mean of CE divides by ``sum token_weight weight[y]``. They leave
-            the z-loss and H alone (Liger's rule).
+        weight: ``[V]`` class weights, torch's rule: the mean of CE divides by ``sum token_weight weight[y]``. They
+            leave the z-loss and H alone (Liger's rule).
         token_weight: one weight per token; multiplies CE, z-loss and H. A token of weight 0 has exactly zero gradient.
         reduction: ``"mean"`` over kept tokens, ``"sum"``, or ``"none"`` (the target's shape, 0 at ignored tokens).
             With no kept token the mean is 0 with zero gradients (torch gives NaN).

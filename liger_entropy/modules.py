@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -12,11 +12,15 @@ from .losses import CrossEntropyOutput, LossOptions
 from .planner import ComputeOptions
 from .token_statistics import _finite, _positive
 
-try:
+if TYPE_CHECKING:
     from liger_kernel.transformers import LigerCrossEntropyLoss as _LigerCrossEntropyLoss
     from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss as _LigerFusedLinearCrossEntropyLoss
-except ImportError:  # Liger needs Triton; without it there is no isinstance to keep
-    _LigerCrossEntropyLoss = _LigerFusedLinearCrossEntropyLoss = torch.nn.Module
+else:
+    try:
+        from liger_kernel.transformers import LigerCrossEntropyLoss as _LigerCrossEntropyLoss
+        from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss as _LigerFusedLinearCrossEntropyLoss
+    except ImportError:  # Liger needs Triton; without it there is no isinstance to keep
+        _LigerCrossEntropyLoss = _LigerFusedLinearCrossEntropyLoss = torch.nn.Module
 
 
 class LigerFusedLinearCrossEntropyLoss(_LigerFusedLinearCrossEntropyLoss):

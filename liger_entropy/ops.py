@@ -141,7 +141,9 @@ def _backward(ctx, *upstream):
         return tuple(none)
     fields = [Tensors._fields.index(name) for name in ("x", "weight", "bias")]
     needs = [ctx.needs_input_grad[field] for field in fields]
-    results = torch.ops.liger_entropy.token_statistics_backward.default(*upstream, *tensors, *kept, *ctx.settings, *needs)
+    results = torch.ops.liger_entropy.token_statistics_backward.default(
+        *upstream, *tensors, *kept, *ctx.settings, *needs
+    )
     for field, need, result in zip(fields, needs, results, strict=True):
         none[field] = result if need else None
     return tuple(none)

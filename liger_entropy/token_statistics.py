@@ -229,7 +229,12 @@ def _check_tensors(input, weight, target, bias, class_weight, sharded: bool) -> 
                 raise ValueError(f"{label}: expected shape ({size},), one value per class, got {tuple(vector.shape)}")
     if class_weight is not None and class_weight.requires_grad:
         raise TypeError("class_weight: requires grad, but the loss is not differentiable in it; pass it detached")
-    for label, tensor in (("linear_weight", weight), ("target", target), ("linear_bias", bias), ("class_weight", class_weight)):
+    for label, tensor in (
+        ("linear_weight", weight),
+        ("target", target),
+        ("linear_bias", bias),
+        ("class_weight", class_weight),
+    ):
         if tensor is not None and tensor.device != input.device:
             raise ValueError(f"{label}: is on {tensor.device}, but {name} is on {input.device}")
 
@@ -287,7 +292,8 @@ def _temperature(temperature: Tensor, target: Tensor) -> Tensor:
         raise TypeError("temperature: requires grad, but the statistics are not differentiable in it; pass it detached")
     if temperature.numel() not in (1, target.numel()):
         raise ValueError(
-            f"temperature: expected a number or one value per token ({target.numel()}), got shape {tuple(temperature.shape)}"
+            f"temperature: expected a number or one value per token ({target.numel()}), "
+            f"got shape {tuple(temperature.shape)}"
         )
     return temperature.to(target.device).reshape(-1).expand(target.numel())
 

@@ -1,6 +1,7 @@
 """The two backends: ``eager`` (plain torch, any device) and ``triton`` (CUDA, or CPU under TRITON_INTERPRET=1).
 
-Both offer ``chunk_statistics`` and ``chunk_gradient`` with the same arguments; ``get`` picks one by its public name.
+Both offer ``Statistics``, ``Gradient``, ``inspect``, ``finish`` and ``coefficients`` with the same arguments; ``get``
+picks one by its public name.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 MODULES = {"torch": "eager", "triton": "triton"}
 
 
-# Dynamo cannot trace an import. It looks through functools.cache, which would hide the mark; the lookup takes 1 us.
+# Dynamo cannot trace an import; it would look through functools.cache, which would hide the mark.
 @torch.compiler.assume_constant_result
 def get(name: str) -> ModuleType:
     """The backend module of that name, imported on first use: Triton is not needed before."""

@@ -8,7 +8,16 @@ import torch
 from torch import Tensor
 
 from .. import equations
-from ..equations import IGNORED, INVALID, Transform, block_gradient_, block_statistics, put, softcap_derivative, transform_
+from ..equations import (
+    IGNORED,
+    INVALID,
+    Transform,
+    block_gradient_,
+    block_statistics,
+    put,
+    softcap_derivative,
+    transform_,
+)
 
 # One partial is one block of at most this many columns.
 BLOCK_COLUMNS = 1024
@@ -120,7 +129,8 @@ def inspect(
 
     def counts() -> tuple[int, int, int]:
         cold = coded[:0] if temperature is None else ~(temperature > 0)
-        return tuple(torch.stack([(coded == IGNORED).sum(), (coded == INVALID).sum(), cold.sum()]).tolist())
+        ignored, invalid, cold = torch.stack([(coded == IGNORED).sum(), (coded == INVALID).sum(), cold.sum()]).tolist()
+        return ignored, invalid, cold
 
     return coded, counts
 
@@ -148,5 +158,5 @@ def coefficients(
     transform: Transform,
 ) -> Tensor:  # [4, R]
     picked = [g if g is None or index is None else g.index_select(0, index) for g in upstream]
-    picked = [None if g is None else g.to(residuals.dtype) for g in picked]
-    return equations.row_coefficients(*picked, target, residuals, vocab_size, transform)
+    logprob, entropy, lse, smooth = (None if g is None else g.to(residuals.dtype) for g in picked)
+    return equations.row_coefficients(logprob, entropy, lse, smooth, target, residuals, vocab_size, transform)

@@ -122,7 +122,11 @@ def statistics_kernel(
 @triton.jit(
     do_not_specialize=["block_max_stride", "rows", "offset"],
     do_not_specialize_on_alignment=[
-        "block_max_ptr", "target_ptr", "temperature_ptr", "residual_ptr", "coefficient_ptr",
+        "block_max_ptr",
+        "target_ptr",
+        "temperature_ptr",
+        "residual_ptr",
+        "coefficient_ptr",
     ],
 )
 def gradient_kernel(
