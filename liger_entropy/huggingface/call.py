@@ -20,6 +20,28 @@ from .recording import Recipe
 
 
 @dataclass
+class Tally:
+    """The entropies that training losses met since somebody last took them, on the device of the losses."""
+
+    entropy: Tensor  # nats, summed over kept tokens
+    tokens: Tensor  # their number
+
+    @classmethod
+    def on(cls, device: torch.device) -> Tally:
+        return cls(torch.zeros((), device=device), torch.zeros((), dtype=torch.int64, device=device))
+
+    def add(self, entropy: Tensor, kept: Tensor) -> None:
+        self.entropy += entropy.detach().sum().to(self.entropy)  # 0 where a token is not kept
+        self.tokens += kept.sum().to(self.tokens)
+
+    def take(self) -> tuple[float, int]:
+        sums = self.entropy.item(), int(self.tokens.item())
+        self.entropy.zero_()
+        self.tokens.zero_()
+        return sums
+
+
+@dataclass
 class Patch:
     """What :func:`apply_liger_entropy` was told, kept on the model; ``noted`` are the reasons warned about so far."""
 
@@ -30,6 +52,7 @@ class Patch:
     options: ComputeOptions = field(default_factory=ComputeOptions)
     noted: set[str] = field(default_factory=set)
     extras: dict[str, Tensor] | None = None  # filled by forward for the __call__ around it
+    tally: Tally | None = None  # EntropyCallback's, while a Trainer trains
 
     @property
     def changes_loss(self) -> bool:
@@ -173,6 +196,8 @@ class HeadCall:
         elif options.reduction == "none":
             entropy = entropy.sum() / kept.sum().clamp(min=1)
             accuracy = None if accuracy is None else accuracy.sum() / kept.sum().clamp(min=1)
+        if self.patch.tally is not None and torch.is_grad_enabled():  # neither evaluation nor a reference's pass
+            self.patch.tally.add(statistics.entropy, kept)
         self.parts = {"entropy_loss": entropy, "logprob": statistics.logprob, "entropy": statistics.entropy}
         if accuracy is not None:
             self.parts["token_accuracy"] = accuracy

@@ -55,4 +55,4 @@ def _reduce_ex(self, protocol):
 
 def _new(mixin: type, original: type) -> Any:
     cls = derived_class(mixin, original)
-    return cls.__new__(cls)
+    return cls.__new__(cls)  # type: ignore[call-overload]

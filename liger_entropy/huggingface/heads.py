@@ -111,7 +111,7 @@ def _stated_head(model: nn.Module) -> Any:
 
 
 def _only_vocabulary_linear(model: nn.Module) -> nn.Module | None:
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     if hasattr(config, "get_text_config"):
         config = config.get_text_config()
     size = getattr(config, "vocab_size", None)

@@ -39,4 +39,4 @@ def _liger_function(model: nn.Module) -> Callable | None:
         from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
     except ImportError:
         return None
-    return MODEL_TYPE_TO_APPLY_LIGER_FN.get(getattr(getattr(model, "config", None), "model_type", None))
+    return MODEL_TYPE_TO_APPLY_LIGER_FN.get(getattr(getattr(model, "config", None), "model_type", ""))

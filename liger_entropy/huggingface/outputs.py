@@ -38,7 +38,7 @@ def replace_logits(outputs: Any, value_of: Callable[[DeferredLogits], Tensor | N
     return outputs
 
 
-def _set_item(outputs: dict, key: str, value: Any) -> None:
+def _set_item(outputs: Any, key: str, value: Any) -> None:
     if value is None and hasattr(outputs, key):  # a ModelOutput has no item for a field that is None
         OrderedDict.__delitem__(outputs, key)
         object.__setattr__(outputs, key, None)
