@@ -85,8 +85,8 @@ class Problem:
 
     def __init__(self, tensors: Tensors, settings: Settings):
         self.tensors, self.settings, self.sizes = tensors, settings, settings.sizes
-        self.index = None  # [R] tokens of the rows, None: all
-        if tensors.order is not None and tensors.count is not None:
+        self.index = None  # [R] tokens of the rows, None: all, and then `order` is not filled
+        if tensors.order is not None and tensors.count is not None and int(tensors.count) < tensors.target.shape[0]:
             self.index = tensors.order[: int(tensors.count)]
         self.products = Products(settings.dtype, tensors.x.device)
         self.backend: ModuleType = backends.get(settings.backend)

@@ -167,3 +167,18 @@ def test_compiled_loss_under_autocast_differs():
             return linear_cross_entropy(x, w, t)
 
     torch.testing.assert_close(*compiled_and_eager(loss, (x, w, t), "aot_eager"))
+
+
+def test_compiled_call_without_ignored_labels_reads_an_unfilled_order():
+    """No label is ignored, then some, then all, in one compiled function: the order of rows exists only for some."""
+    torch._dynamo.reset()
+    w = torch.randn(50, 8, requires_grad=True)
+    x = torch.randn(6, 8, requires_grad=True)
+
+    def loss(x, w, y):
+        return linear_cross_entropy(x, w, y, entropy_coef=0.1)
+
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    for y in (torch.arange(6), torch.tensor([1, -100, 3, -100, 5, 6]), torch.full((6,), -100)):
+        for got, expected in zip(*(torch.autograd.grad(f(x, w, y), [x, w]) for f in (compiled, loss)), strict=True):
+            torch.testing.assert_close(got, expected)
