@@ -191,7 +191,7 @@ def _raise_for(target: Tensor, coded: Tensor | None, cold: int, ignore_index: in
             f"nor ignore_index={ignore_index}"
         )
     if cold:
-        raise ValueError(f"temperature: {cold} values are not positive; every token's temperature must be > 0")
+        raise ValueError(f"temperature: {cold} values are not positive and finite; every token's temperature must be")
 
 
 @_fake("inspect_rows")

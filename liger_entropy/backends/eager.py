@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -128,7 +129,7 @@ def inspect(
     coded = equations.coded(target, ignore_index, vocab_size)
 
     def counts() -> tuple[int, int, int]:
-        cold = coded[:0] if temperature is None else ~(temperature > 0)
+        cold = coded[:0] if temperature is None else ~((temperature > 0) & (temperature < math.inf))
         ignored, invalid, cold = torch.stack([(coded == IGNORED).sum(), (coded == INVALID).sum(), cold.sum()]).tolist()
         return ignored, invalid, cold
 

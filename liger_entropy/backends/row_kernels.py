@@ -39,7 +39,7 @@ def inspect_kernel(
     cold = 0
     if HAS_TEMPERATURE:
         temperature = tl.load(temperature_ptr + token, mask=mask, other=1.0)
-        cold = tl.sum(tl.where(temperature > 0.0, 0, 1).to(tl.int64), axis=0)
+        cold = tl.sum(tl.where((temperature > 0.0) & (temperature < float("inf")), 0, 1).to(tl.int64), axis=0)
     tl.store(count_ptr + program * 3 + 2, cold)
 
 
