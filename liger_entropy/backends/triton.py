@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from ..equations import Transform
@@ -26,8 +25,16 @@ def _float(vector: Tensor | None, stand_in: Tensor) -> Tensor:
     return stand_in if vector is None else vector.float().contiguous()
 
 
+def _ceil_divide(count: int, size: int) -> int:
+    return -(-count // size)
+
+
+def _power_of_2(least: int) -> int:
+    return 1 << max(least - 1, 0).bit_length()
+
+
 def _block(columns: int) -> int:
-    return min(BLOCK_COLUMNS, 1 << max(columns - 1, 0).bit_length())
+    return min(BLOCK_COLUMNS, _power_of_2(columns))
 
 
 _compiled: dict[tuple, Any] = {}
@@ -134,7 +141,7 @@ class Gradient:
             HAS_SOFTCAP=transform.softcap != 0.0, HAS_TEMPERATURE=transform.temperature is not None,
             HAS_CACHE=block_max is not None, WITH_ENTROPY=self.flags[0], WITH_SMOOTH=self.flags[1], BLOCK=block,
         )  # fmt: skip
-        programs = 1 if out.data_ptr() == z.data_ptr() else -(-columns // block)
+        programs = 1 if out.data_ptr() == z.data_ptr() else _ceil_divide(columns, block)
         kinds = _kind(z), _kind(bias), _kind(class_weight), _kind(out)
         key = (*kinds, z.stride(), out.stride(0), columns)
         _launch(gradient_kernel, (rows, programs, 1), key, arguments, constants, WARPS)
@@ -151,7 +158,7 @@ def inspect(
     are not positive."""
     tokens = target.shape[0]
     coded = target.new_empty(tokens)
-    programs = triton.cdiv(tokens, INSPECT_BLOCK)
+    programs = _ceil_divide(tokens, INSPECT_BLOCK)
     counted = target.new_empty(programs, 3)
     if tokens:
         labels = target.contiguous()
@@ -184,7 +191,7 @@ def finish(
     floats = [make(tokens) if p else None for p in present]
     prediction = target.new_full((tokens,), -1) if wanted[2] else None
     residuals = partials.new_zeros(4, rows)
-    padded = triton.next_power_of_2(blocks)
+    padded = _power_of_2(blocks)
     tile = max(1, min(ROW_BLOCK, 2048 // padded))
     arguments = (
         partials, target, _or(index, target), *(_or(f, partials) for f in floats), _or(prediction, target), residuals,
@@ -194,7 +201,7 @@ def finish(
         HAS_INDEX=index is not None, WANT_ENTROPY=wanted[0], WANT_SMOOTH=wanted[1], WANT_PREDICTION=wanted[2],
         BLOCKS=padded, ROWS=tile,
     )  # fmt: skip
-    _launch(finish_kernel, (triton.cdiv(rows, tile), 1, 1), (), arguments, constants)
+    _launch(finish_kernel, (_ceil_divide(rows, tile), 1, 1), (), arguments, constants)
     return [*floats, prediction], residuals
 
 
@@ -221,7 +228,7 @@ def coefficients(
             HAS_INDEX=index is not None, HAS_TEMPERATURE=transform.temperature is not None, BLOCK=ROW_BLOCK,
         )  # fmt: skip
         key = tuple(None if g is None else g.dtype for g in upstream)
-        _launch(coefficient_kernel, (triton.cdiv(rows, ROW_BLOCK), 1, 1), key, arguments, constants)
+        _launch(coefficient_kernel, (_ceil_divide(rows, ROW_BLOCK), 1, 1), key, arguments, constants)
     return out
 
 
