@@ -41,6 +41,57 @@ def test_num_items_in_batch_of_one_element_gives_the_unpatched_shape(plain, mode
     assert got.outputs.entropy_loss.shape == ()
 
 
+class Unsynchronised(torch.utils._python_dispatch.TorchDispatchMode):
+    """Refuses to copy the count to the host."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].dtype == torch.float64:
+            raise AssertionError("the count was read")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_count_stays_on_its_device(model, fused):
+    """PAT-03: no .item() of the count; fp64 tells it from other scalars."""
+    items = torch.tensor(float(KEPT), dtype=torch.float64)
+    with Unsynchronised():
+        outputs = model.train()(**INPUTS, num_items_in_batch=items, skip_logits=fused)
+        with pytest.raises(AssertionError, match="was read"):
+            items.item()
+    assert_close(outputs.loss.detach().float(), model(**INPUTS).loss.detach())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_count_on_another_device_is_moved(plain, model, device):
+    """PAT-03: the loss and the entropy, on CUDA, of a count on the CPU."""
+    inputs = {name: tensor.cuda() for name, tensor in INPUTS.items()}
+    items = torch.tensor(2 * KEPT, device=device)
+    expected, got = (train(m.cuda(), inputs, num_items_in_batch=items) for m in (plain, model))
+    assert_same_run(got, expected)
+    assert_close(got.outputs.entropy_loss * 2, train(model, inputs).outputs.entropy_loss)
+
+
+@pytest.mark.parametrize("micro", [1, 2, 3])
+def test_sums_have_no_hidden_division(model, micro):
+    """PAT-31: a count of 1 gives the sum, and token statistics none at all, however the rows are split."""
+    rows = {name: torch.cat([tensor, tensor.flip(0), tensor]) for name, tensor in INPUTS.items()}
+    losses, entropies, logprobs = [], [], []
+    for part in range(micro):
+        outputs = model.train()(**{name: tensor[part::micro] for name, tensor in rows.items()}, num_items_in_batch=1)
+        losses.append(outputs.loss)
+        entropies.append(outputs.entropy_loss)
+        logprobs.append(outputs.token_logprobs.sum())
+    total = -sum(logprobs)
+    logits = model.eval()(rows["input_ids"]).logits[:, :-1]
+    kept = rows["labels"][:, 1:] != -100
+    expected = F.cross_entropy(logits[kept].double(), rows["labels"][:, 1:][kept], reduction="sum").float()
+    assert_close(sum(losses).detach(), expected.detach())
+    assert_close(total.detach(), expected.detach())
+    assert_close(sum(entropies).detach(), entropy(logits.detach())[kept].sum())
+
+
 def test_micro_batches_add_up_to_the_batch(model):
     """PAT-01, DIST-17: rows with different numbers of kept tokens, summed over the global count."""
     whole = train(model, INPUTS)
