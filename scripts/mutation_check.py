@@ -116,8 +116,10 @@ def _pytest(folder: Path, tests: tuple[str, ...], interpret: bool, log: Path) ->
     os.dup2(file, 1)
     os.dup2(file, 2)
     status = pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-m", "not gpu and not slow", *tests])
+    sys.stdout.flush()
     tested = getattr(sys.modules.get("liger_entropy"), "__file__", None)
-    sys.exit(int(status) if tested and Path(tested).is_relative_to(folder) else WRONG_COPY)
+    # At once: the exit handlers of a process that a thread forked fail, with the status of a failed test.
+    os._exit(int(status) if tested and Path(tested).is_relative_to(folder) else WRONG_COPY)
 
 
 def try_copy(fault: Fault | None, tests: tuple[str, ...], interpret: bool) -> Outcome:
@@ -145,6 +147,8 @@ def check_without_fault(faults: list[Fault], jobs: int) -> list[str]:
 
 
 def verdict(outcome: Outcome) -> str:
+    if outcome.status == 1 and not outcome.test:
+        return "BROKEN"
     return {0: "SURVIVED", 1: "caught", -signal.SIGKILL: "caught"}.get(outcome.status, "BROKEN")
 
 
