@@ -32,16 +32,16 @@ FP32 = {
     "top_logit": Deviation(1e-2, 1e-4),
     "held_out": Deviation(1e-4, 5e-5),
 }
-# bf16: roundings of activations and weights flip; differences grow to 1e-2 nats by step 40 and stay there. Measured
-# with the nudge and with torch.compile, which rounds less: loss 2e-2, gradient norm 1e-1 (at a spike), entropy 6e-2,
-# parameters 5e-2 (GPT-2: 1e-1), top logits 5e-1; their means are smaller by one to two orders.
+# bf16: roundings of activations and weights flip; differences grow to 1e-2 nats by step 40 and stay there. Measured with
+# the nudge and with a plain head in fp32 (Qwen3 is the farthest): loss 3e-2, gradient norm 1.2 (at a spike), entropy
+# 9e-2, parameters 1e-1, top logits 1.4, held out 2e-2; means over the steps are smaller by one to two orders.
 BF16 = {
-    "loss": Deviation(1e-1, 3e-3),
-    "grad_norm": Deviation(4e-1, 1e-2),
-    "entropy": Deviation(2e-1, 4e-3),
-    "parameters": Deviation(2e-1, 1e-2),
-    "top_logit": Deviation(1.0, 4e-2),
-    "held_out": Deviation(2e-2, 1e-2),
+    "loss": Deviation(1e-1, 5e-3),
+    "grad_norm": Deviation(3.0, 1e-1),
+    "entropy": Deviation(2e-1, 1.5e-2),
+    "parameters": Deviation(3e-1, 2e-2),
+    "top_logit": Deviation(3.0, 2e-1),
+    "held_out": Deviation(8e-2, 6e-2),
 }
 
 
