@@ -27,7 +27,7 @@ import torch
 import transformers  # noqa: F401
 
 ROOT = Path(__file__).resolve().parent.parent
-COPIED = ("liger_entropy", "tests", "convergence", "pyproject.toml")
+COPIED = ("liger_entropy", "tests", "convergence", "benchmarks", "pyproject.toml")
 # For one fault; it may also make the code wait for ever.
 SECONDS = 400
 FORK = multiprocessing.get_context("fork")
