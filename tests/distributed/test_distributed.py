@@ -3,6 +3,8 @@
 import pytest
 import ranks
 
+# The first test runs every check: a minute on two idle cores, several where they are busy.
+pytestmark = pytest.mark.timeout(900)
 MODULES = ["vocabulary_checks", "dtensor_checks", "token_checks", "model_checks"]
 
 

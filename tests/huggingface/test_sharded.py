@@ -9,6 +9,8 @@ import pytest
 sys.path.append(str(Path(__file__).parents[1] / "distributed"))
 import ranks
 
+# The first test runs every check: most of a minute on two idle cores, several where they are busy.
+pytestmark = pytest.mark.timeout(900)
 MODULE = "sharded_checks"
 
 
