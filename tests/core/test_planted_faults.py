@@ -34,6 +34,20 @@ def test_masked_class_of_weight_0_makes_nan_of_the_smoothing():
     assert gradient.isfinite().all()
 
 
+@pytest.mark.parametrize("entropy_coef", [0.0, 0.1])
+def test_bare_loss_overflows(entropy_coef):
+    """Without a prediction the row maximum is found in another way. Logits reach 500, e^89 is the end of fp32."""
+    x, w, y = 60 * torch.randn(6, 5), torch.randn(40, 5), torch.randint(40, (6,))
+    x.requires_grad_()
+    loss = linear_cross_entropy(x, w, y, entropy_coef=entropy_coef)
+    exact_x = x.detach().double().requires_grad_()
+    logp = (exact_x @ w.double().T).log_softmax(-1)
+    exact = F.nll_loss(logp, y) + entropy_coef * (logp.exp() * logp).sum(-1).mean()
+    torch.testing.assert_close(loss.double(), exact, rtol=1e-6, atol=0)
+    gradients = torch.autograd.grad(loss, x)[0].double(), torch.autograd.grad(exact, exact_x)[0]
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("check", [check_losses, check_statistics])
 def test_label_at_the_edge_of_a_block_is_counted_in_both(check):
     p = problem(8, 3, 2050, ignored=0.0)
