@@ -1,6 +1,6 @@
 """Plant one fault at a time in a copy of the library and show which test catches it.
 
-    python scripts/mutation_check.py [--jobs 2] [--only WORD]
+    python scripts/mutation_check.py [--jobs 2] [--only WORD ...]
 
 The faults are in faults.txt. Exits with 1 when a fault survives its tests, with 2 when the check itself cannot run: a
 fault's text is no longer in the source exactly once, the tests fail without any fault, or a fault breaks the import.
@@ -32,6 +32,9 @@ COPIED = ("liger_entropy", "tests", "convergence", "benchmarks", "pyproject.toml
 SECONDS = 400
 FORK = multiprocessing.get_context("fork")
 WRONG_COPY = 70
+# In tests/distributed/ranks.py: a rank whose check fails goes on, and the others wait for it in a collective, minutes
+# for every check. One failure is enough here: it ends the ranks.
+PATIENT, HASTY = '        return f"rank {rank}: {traceback.format_exc()}"\n', "        raise\n"
 
 
 class Fault(NamedTuple):
@@ -47,7 +50,7 @@ class Fault(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    status: int | None  # pytest's: 0 all tests passed, 1 some failed; negative: killed after SECONDS
+    status: int | None  # pytest's: 0 all tests passed, 1 some failed; None: killed after SECONDS
     test: str  # the first that failed
     seconds: float
     output: str
@@ -75,6 +78,10 @@ def copy_library(folder: Path) -> None:
             shutil.copytree(source, folder / name, ignore=shutil.ignore_patterns("__pycache__", "*.png"))
         else:
             shutil.copy(source, folder / name)
+    ranks = folder / "tests" / "distributed" / "ranks.py"
+    text = ranks.read_text()
+    assert text.count(PATIENT) == 1, "tests/distributed/ranks.py has changed: see PATIENT"
+    ranks.write_text(text.replace(PATIENT, HASTY))
 
 
 def plant(fault: Fault, folder: Path) -> None:
@@ -99,14 +106,22 @@ def run_tests(folder: Path, tests: tuple[str, ...], interpret: bool) -> Outcome:
     child.start()
     child.join(SECONDS)
     if child.exitcode is None:
-        child.kill()
+        os.killpg(child.pid, signal.SIGKILL)
         child.join()
+        return Outcome(None, f"still running after {SECONDS} s", SECONDS, log.read_text(errors="replace"))
     output = log.read_text(errors="replace")
-    failed = re.search(r"^(?:FAILED|ERROR) (\S+::[^\s\[]+)", output, re.MULTILINE)
-    return Outcome(child.exitcode, failed[1] if failed else "", time.perf_counter() - start, output)
+    return Outcome(child.exitcode, first_failure(output), time.perf_counter() - start, output)
+
+
+def first_failure(output: str) -> str:
+    """The test that failed, and the check in it that a rank ran; nothing where no test did."""
+    test = re.search(r"^(?:FAILED|ERROR) (\S+::[^\s\[]+)", output, re.MULTILINE)
+    check = re.search(r"_checks\.py\", line \d+, in (\w+)", output)
+    return (test[1] if test else "") + (f" {check[1]}" if test and check else "")
 
 
 def _pytest(folder: Path, tests: tuple[str, ...], interpret: bool, log: Path) -> None:
+    os.setsid()  # with the processes that tests start it is one group to kill
     os.chdir(folder)
     sys.path.insert(0, str(folder))
     # Triton reads the variable when the library imports it; processes that a test starts look in PYTHONPATH.
@@ -149,7 +164,7 @@ def check_without_fault(faults: list[Fault], jobs: int) -> list[str]:
 def verdict(outcome: Outcome) -> str:
     if outcome.status == 1 and not outcome.test:
         return "BROKEN"
-    return {0: "SURVIVED", 1: "caught", -signal.SIGKILL: "caught"}.get(outcome.status, "BROKEN")
+    return {0: "SURVIVED", 1: "caught", None: "caught"}.get(outcome.status, "BROKEN")
 
 
 def check_faults(faults: list[Fault], jobs: int) -> dict[str, int]:
@@ -168,11 +183,11 @@ def check_faults(faults: list[Fault], jobs: int) -> dict[str, int]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--jobs", type=int, default=2, help="faults at a time (default 2)")
-    parser.add_argument("--only", default="", help="faults whose name or file contains this")
+    parser.add_argument("--only", nargs="+", default=[""], help="faults whose name or file contains one of these")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     assert "triton" not in sys.modules, "the forks could not choose Triton's interpreter any more"
-    faults = [f for f in read_faults() if arguments.only in f.name or arguments.only in f.file]
+    faults = [f for f in read_faults() if any(word in f.name or word in f.file for word in arguments.only)]
     problems = misplaced(faults) or check_without_fault(faults, arguments.jobs)
     if problems:
         print("\n".join(problems), file=sys.stderr)
