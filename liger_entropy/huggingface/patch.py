@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from typing import Any
 
@@ -60,7 +61,8 @@ def apply_liger_entropy(
 
     ``outputs.entropy_loss`` is H under the reduction of the model's loss, a differentiable fp32 scalar, on every output
     that has a loss from ``F.cross_entropy`` (of the first, where there are several). It is an attribute, not an item;
-    a tuple (``return_dict=False``) has none.
+    a tuple (``return_dict=False``) has none, and ``nn.DataParallel``, which gathers items only, drops it and the token
+    statistics; :class:`EntropyCallback` logs the entropy there too.
 
     Raises:
         TypeError: the model has no output embedding to fuse (an encoder, a bare layer, several heads in a list).
@@ -138,6 +140,12 @@ class PatchedModel:
         forward = with_signature(PatchedModel.forward, original.forward)
         parameters = tuple(inspect.signature(original.forward).parameters)[1:]
         return {"forward": forward, "_liger_entropy_parameters": parameters}
+
+    def _replicate_for_data_parallel(self) -> Any:
+        """nn.DataParallel runs copies of this instance in threads, so that each needs ``extras`` of its own."""
+        replica = super()._replicate_for_data_parallel()  # type: ignore[misc]
+        replica._liger_entropy = dataclasses.replace(self._liger_entropy)
+        return replica
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         patch, extras = self._liger_entropy, {}
