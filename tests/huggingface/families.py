@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+import releases
 import torch
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
@@ -42,7 +43,7 @@ SHRINK: dict[str, Any] = dict(
 
 _ALL_HEADS = dict(num_key_value_heads=4)
 _INDEXED = dict(
-    layer_types=["linear_attention", "indexed_attention"], hc_lowrank=8, ple_embed_dim=32, indexer_n_heads=2,
+    layer_types=["linear_attention", "full_attention"], hc_lowrank=8, ple_embed_dim=32, indexer_n_heads=2,
     indexer_kv_heads=1, indexer_head_dim=8, indexer_budget=8, indexer_compress_ratio=2,
 )  # fmt: skip
 _ZAMBA = ["linear_attention", "hybrid", "linear_attention", "hybrid"]
@@ -50,6 +51,8 @@ _LINEAR_THEN_FULL = dict(layer_types=["linear_attention", "full_attention"])
 
 
 def _text(model_type: str, **extra: Any) -> dict[str, Any]:
+    if model_type not in CONFIG_MAPPING:  # an older release, which lacks the family that embeds it too
+        return {}
     return {"model_type": model_type, **shrunk(CONFIG_MAPPING[model_type]), **extra}
 
 
@@ -73,7 +76,8 @@ def _families() -> dict[str, dict[str, Any]]:
         ),
         codegen=dict(rotary_dim=4),
         cohere_compass_text=dict(layer_types=["full_attention", "full_attention"],
-                                 rope_parameters=dict(full_attention=dict(rope_type="default", rope_theta=10000.0))),
+                                 rope_parameters=dict(full_attention=dict(rope_type="default", rope_theta=1e4,
+                                                                           mrope_section=[1, 1, 2]))),
         dbrx=dict(attn_config=dict(kv_n_heads=2, clip_qkv=8.0, rope_theta=10000.0)),
         deepseek_v32=_ALL_HEADS,
         dots3_note_text=_ALL_HEADS,
@@ -141,10 +145,11 @@ NOT_BUILDABLE = {
     "xlstm": "its plain-torch kernels edit in place what their backward needs, so the unpatched model does not train",
     "musicgen": "AutoModelForCausalLM hands the decoder its composite configuration, which lacks the decoder's fields",
     "musicgen_melody": "AutoModelForCausalLM hands the decoder its composite configuration, as for musicgen",
+    **releases.NOT_BUILDABLE,
 }
 # Part of the warning. dory's head scales its input; prophetnet takes nll_loss of its own log_softmax.
-MATERIALISED = {"dory": "has a forward of its own", "prophetnet": "log_softmax"}
-WITHOUT_ENTROPY = {"prophetnet"}
+MATERIALISED = {"dory": "has a forward of its own", "prophetnet": "log_softmax", **releases.MATERIALISED}
+WITHOUT_ENTROPY = {"prophetnet", "xlm-prophetnet"}
 
 
 def names() -> dict[str, str]:
@@ -154,7 +159,11 @@ def names() -> dict[str, str]:
 
 def tiny_config(model_type: str, **extra: Any) -> Any:
     config_class = CONFIG_MAPPING[model_type]
-    return config_class(**{**shrunk(config_class), **_families().get(model_type, {}), **extra})
+    return config_class(**{**shrunk(config_class), **_family(model_type), **extra})
+
+
+def _family(model_type: str) -> dict[str, Any]:
+    return releases.FAMILIES[model_type] if model_type in releases.FAMILIES else _families().get(model_type, {})
 
 
 def shrunk(config_class: type) -> dict[str, Any]:

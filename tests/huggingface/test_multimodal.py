@@ -1,6 +1,7 @@
 """Vision-language models: images in front of the text, and what each does about their labels."""
 
 import pytest
+import releases
 import torch
 import transformers
 from comparison import assert_like_unpatched, batch
@@ -25,14 +26,14 @@ def text(model_type, **extra):
 MODELS = {
     "Qwen2_5_VLForConditionalGeneration": lambda: (
         transformers.Qwen2_5_VLConfig(
-            text_config=text("qwen2_5_vl_text", rope_parameters=ROPE),
+            text_config=text("qwen2_5_vl_text", **{releases.ROPE: ROPE}),
             vision_config=QWEN_VISION | dict(fullatt_block_indexes=[0]),
             image_token_id=IMAGE,
         ), _patches(),
     ),
     "Qwen3VLForConditionalGeneration": lambda: (
         transformers.Qwen3VLConfig(
-            text_config=text("qwen3_vl_text", rope_parameters=ROPE | dict(mrope_interleaved=True)),
+            text_config=text("qwen3_vl_text", **{releases.ROPE: ROPE | dict(mrope_interleaved=True)}),
             vision_config=QWEN_VISION | dict(deepstack_visual_indexes=[0]), image_token_id=IMAGE,
         ), _patches(),
     ),
