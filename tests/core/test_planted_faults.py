@@ -11,12 +11,25 @@ from torch.nn import functional as F
 from liger_entropy import (
     ComputeOptions,
     LigerFusedLinearCrossEntropyLoss,
+    apply_liger_entropy,
     linear_cross_entropy,
     linear_token_statistics,
     planner,
 )
 
 DENSE = ComputeOptions(skip_ignored=False)
+
+
+class CutsItsLastPosition(torch.nn.Module):
+    """Takes its loss on one position less than there are labels, as older models of transformers do."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.lm_head = torch.nn.Embedding(9, 4), torch.nn.Linear(4, 9, bias=False)
+
+    def forward(self, input_ids, labels):
+        logits = self.lm_head(self.embed(input_ids))
+        return {"loss": F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())}
 
 
 def test_masked_class_of_weight_0_makes_nan_of_the_smoothing():
@@ -75,3 +88,14 @@ def test_token_scaling_reaches_the_entropy():
     module = LigerFusedLinearCrossEntropyLoss(use_token_scaling=True, return_entropy_loss=True)
     logp = F.linear(x, w).log_softmax(-1)
     torch.testing.assert_close(module(w, x, y).entropy_loss, -(logp.exp() * logp).sum(-1).mean())
+
+
+def test_token_statistics_stand_beside_the_wrong_label():
+    """Position t speaks of label t + 1, and the last one of nothing, also where the model cut that position off."""
+    model, ids = CutsItsLastPosition(), torch.tensor([[1, 5, 0, 8], [3, 3, 7, 2]])
+    logp = F.linear(model.embed(ids), model.lm_head.weight).log_softmax(-1)[:, :-1]
+    outputs = apply_liger_entropy(model, token_statistics=True)(input_ids=ids, labels=ids)
+    expected = torch.zeros(2, 4), torch.zeros(2, 4)
+    expected[0][:, :-1] = logp.gather(-1, ids[:, 1:, None])[..., 0]
+    expected[1][:, :-1] = -(logp.exp() * logp).sum(-1)
+    torch.testing.assert_close((outputs["token_logprobs"], outputs["token_entropy"]), expected)
