@@ -13,6 +13,7 @@ from ..planner import ComputeOptions
 from .call import HeadCall, Patch
 from .classes import derived_class, is_derived, original_class, with_signature
 from .heads import DeferringHead, candidates, defer, find_head
+from .liger_kernels import apply_layer_kernels, has_layer_kernels, remove_layer_kernels
 from .outputs import attach, like_labels, replace_logits
 
 # Arguments that ask for a loss; shift_labels first, since they are what it sees. A forward that has none of them may
@@ -49,8 +50,9 @@ def apply_liger_entropy(
         token_statistics: also give ``outputs.token_logprobs`` and ``outputs.token_entropy``: fp32, nats,
             differentiable, shaped like the labels. Position t speaks of label t+1, the last is 0; with
             ``shift_labels`` positions are as given. Ignored positions are 0.
-        liger_kernels: also apply Liger's RMSNorm, RoPE and SwiGLU kernels where a CUDA device and a supported family
-            allow; elsewhere a warning says that nothing was done.
+        liger_kernels: also apply Liger's RMSNorm, RoPE and SwiGLU (GeGLU) kernels, to this instance only, where a CUDA
+            device and a supported family allow; elsewhere a warning says that nothing was done. They overwrite
+            what they saved, so that a graph takes one backward only; ``nn.DataParallel`` is refused.
         options: :class:`ComputeOptions`.
 
     The patched forward also takes
@@ -83,9 +85,8 @@ def apply_liger_entropy(
         target.__class__ = derived_class(PatchedModel, type(target))
     for module in candidates(head):
         defer(module)
+    remove_layer_kernels(target)
     if liger_kernels:
-        from .liger_kernels import apply_layer_kernels
-
         apply_layer_kernels(target)
     return model
 
@@ -93,7 +94,7 @@ def apply_liger_entropy(
 def remove_liger_entropy(model: nn.Module) -> nn.Module:
     """Undo :func:`apply_liger_entropy` on this instance and return it; a model that is not patched comes back as it is.
 
-    Liger's layer kernels, if they were applied, stay.
+    Liger's layer kernels, if they were applied, go too.
 
     Raises:
         ValueError: ``fully_shard`` changed the class after the patch; remove the patch before sharding.
@@ -106,6 +107,7 @@ def remove_liger_entropy(model: nn.Module) -> nn.Module:
                 "remove the patch before that"
             )
     for module in patched:
+        remove_layer_kernels(module)
         module.__dict__.pop("_liger_entropy", None)
         module.__dict__.pop("_liger_entropy_call", None)
         module.__class__ = original_class(type(module))
@@ -143,6 +145,11 @@ class PatchedModel:
 
     def _replicate_for_data_parallel(self) -> Any:
         """nn.DataParallel runs copies of this instance in threads, so that each needs ``extras`` of its own."""
+        if has_layer_kernels(self):  # type: ignore[arg-type]
+            raise RuntimeError(
+                "liger_kernels: nn.DataParallel cannot run them, because Liger binds each to one layer; use "
+                "DistributedDataParallel, or liger_kernels=False"
+            )
         replica = super()._replicate_for_data_parallel()  # type: ignore[misc]
         replica._liger_entropy = dataclasses.replace(self._liger_entropy)
         return replica
