@@ -44,16 +44,19 @@ def exact_head(model: PreTrainedModel) -> Objective:
 
 
 def patched(
-    entropy_coef: float = 0.0, options: ComputeOptions | None = None, compiler: str | None = None
+    entropy_coef: float = 0.0,
+    options: ComputeOptions | None = None,
+    compiler: str | None = None,
+    fullgraph: bool = False,
 ) -> Callable[[PreTrainedModel], Objective]:
-    """The model after :func:`apply_liger_entropy`, as it is or compiled whole by that backend of torch.compile."""
+    """The model after :func:`apply_liger_entropy`, as it is or compiled by that backend of torch.compile."""
 
     def objective_of(model: PreTrainedModel) -> Objective:
         apply_liger_entropy(model, entropy_coef=entropy_coef, options=options)
         run = model
         if compiler:
             torch.compiler.reset()  # Dynamo counts recompilations over all models of a process
-            run = torch.compile(model, backend=compiler)
+            run = torch.compile(model, backend=compiler, fullgraph=fullgraph)
 
         def objective(ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
             outputs = run(input_ids=ids, labels=labels)
@@ -106,6 +109,8 @@ class EveryOption:
                     hidden, model.get_output_embeddings().weight, target, weight=self.class_weight(ids.device),
                     token_weight=self.token_weight(target), label_smoothing=self.label_smoothing,
                     lse_square_scale=self.z_loss, entropy_coef=self.entropy_coef, temperature=self.temperature,
+                    softcap=getattr(model.config, "final_logit_softcapping", None),
+                    logit_scale=1.0 / getattr(model.config, "logits_scaling", 1.0),
                     return_entropy_loss=True, options=options,
                 )  # fmt: skip
                 return output.loss, output.entropy_loss

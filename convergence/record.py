@@ -1,8 +1,10 @@
-"""``python -m convergence.record [CLASS ...]``: train the classes and write references/CLASS.json and .png."""
+"""``python -m convergence.record [CLASS ...]``: train the classes; write references/CLASS.json and .png, and the page
+with all their figures."""
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import multiprocessing
 import os
@@ -18,6 +20,7 @@ from .classes import CLASSES
 from .compare import FIELDS, deviation, violations
 from .data import text
 from .plot import draw
+from .table import table
 from .training import Trajectory
 
 REFERENCES = Path(__file__).parent / "references"
@@ -75,6 +78,12 @@ def recorded(name: str) -> tuple[dict[str, str], Trajectory]:
     return content["environment"], Trajectory(**content["plain"])
 
 
+def digest() -> str:
+    """Names the references: with any change of them it is another, and the changelog must say why."""
+    files = sorted(REFERENCES.glob("*.json"))
+    return hashlib.sha256(b"".join(path.name.encode() + path.read_bytes() for path in files)).hexdigest()[:12]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m convergence.record", description=__doc__)
     parser.add_argument("classes", nargs="*", metavar="CLASS", help=f"default: all of {', '.join(CLASSES)}")
@@ -85,6 +94,8 @@ def main() -> None:
     with ProcessPoolExecutor(os.cpu_count(), mp_context=multiprocessing.get_context("spawn")) as pool:
         for line in pool.map(record, names):
             print(line, flush=True)
+    (REFERENCES / "README.md").write_text(table(REFERENCES))
+    print(f"CHANGELOG.md needs a line: - Convergence references `{digest()}`: WHY THEY CHANGED.")
 
 
 if __name__ == "__main__":

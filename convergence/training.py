@@ -84,13 +84,13 @@ def train(
     steps: int,
     precision: str = "fp32",
     device: str = "cpu",
-    nudge: bool = False,
+    nudge: int = 0,
 ) -> Trajectory:
-    """AdamW with warm-up, cosine decay and clipping. ``nudge`` first moves every weight by one unit in its last place:
-    what comes of it is the noise that any other order of additions makes too."""
+    """AdamW with warm-up, cosine decay and clipping. ``nudge``: every weight is first moved by one unit in its last
+    place, up or down by this seed (0: not at all); what comes of it is the noise of any other order of additions."""
     model = build(name)
     if nudge:
-        nudge_weights(model)
+        nudge_weights(model, nudge)
     model.to(device).train()
     weights = Weights(model, PRECISIONS[precision].weights)
     trajectory = Trajectory()
@@ -134,8 +134,8 @@ def rate(step: int, steps: int) -> float:
 
 
 @torch.no_grad()
-def nudge_weights(model: torch.nn.Module) -> None:
-    generator = torch.Generator().manual_seed(1)
+def nudge_weights(model: torch.nn.Module, seed: int = 1) -> None:
+    generator = torch.Generator().manual_seed(seed)
     for weight in model.parameters():
         up = torch.randint(2, weight.shape, generator=generator).to(weight)
         weight.copy_(torch.nextafter(weight, (2 * up - 1) * math.inf))
