@@ -1,8 +1,9 @@
 """Output embeddings that tensor parallelism shards over the vocabulary: what it does around their forward.
 
-torch's ``parallelize_module`` lays inputs out in a forward pre-hook and logits in a forward hook; transformers'
-``tp_plan`` does both in a forward that it puts on the instance. Statistics come out whole on every rank, so a call
-that makes them keeps what is done to the input and passes by what is done to the logits.
+torch's ``parallelize_module``, and the ``tp_plan`` of transformers 4, lay inputs out in a forward pre-hook and logits
+in a forward hook; the ``tp_plan`` of transformers 5 does both in a forward that it puts on the instance. Statistics
+come out whole on every rank, so a call that makes them keeps what is done to the input and passes by what is done to
+the logits.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ from torch import Tensor, nn
 
 from ..dtensor import is_dtensor
 
+_HOOKS = ("torch.distributed.tensor", "transformers.integrations.tensor_parallel")
+
 
 def lays_out_logits(hook: Any) -> bool:
-    """A forward hook of torch.distributed.tensor.parallel."""
-    return str(getattr(hook, "__module__", "")).startswith("torch.distributed.tensor")
+    """A forward hook of torch.distributed.tensor.parallel, or of transformers 4."""
+    return str(getattr(hook, "__module__", "")).startswith(_HOOKS)
 
 
 def style_of(head: nn.Module) -> Any:
