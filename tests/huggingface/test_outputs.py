@@ -61,18 +61,6 @@ def test_count_stays_on_its_device(model, fused):
     assert_close(outputs.loss.detach().float(), model(**INPUTS).loss.detach())
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_count_on_another_device_is_moved(plain, model, device):
-    """PAT-03: the loss and the entropy, on CUDA, of a count on the CPU."""
-    inputs = {name: tensor.cuda() for name, tensor in INPUTS.items()}
-    items = torch.tensor(2 * KEPT, device=device)
-    expected, got = (train(m.cuda(), inputs, num_items_in_batch=items) for m in (plain, model))
-    assert_same_run(got, expected)
-    assert_close(got.outputs.entropy_loss * 2, train(model, inputs).outputs.entropy_loss)
-
-
 @pytest.mark.parametrize("micro", [1, 2, 3])
 def test_sums_have_no_hidden_division(model, micro):
     """PAT-31: a count of 1 gives the sum, and token statistics none at all, however the rows are split."""
