@@ -174,9 +174,8 @@ def test_other_models_are_reached(family):
 def test_removal_leaves_something_behind(family):
     """Every attribute of every module, and the class, as before; the loss to the bit."""
     model = built(family)
+    expected = model(**inputs()).loss.detach()
     before, cls = attributes(model), type(model)
-    with torch.no_grad():
-        expected = model(**inputs()).loss
     remove_liger_entropy(with_kernels(model))
     assert type(model) is cls
     for name, old in before.items():
@@ -205,7 +204,7 @@ def test_generation_breaks():
 
 
 def test_accumulated_training_diverges():
-    """Ten steps of two micro-batches: the losses stay within bf16 of those without kernels."""
+    """Ten steps of two micro-batches; without kernels, bf16 ends 7e-4 from fp32."""
     losses = {}
     for name, model in (("plain", built("llama")), ("kernels", with_kernels(built("llama")))):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -218,4 +217,4 @@ def test_accumulated_training_diverges():
             optimizer.step()
             optimizer.zero_grad()
     assert losses["plain"][-1] < 0.95 * losses["plain"][0]
-    assert losses["kernels"] == pytest.approx(losses["plain"], rel=2e-2), losses
+    assert losses["kernels"] == pytest.approx(losses["plain"], rel=5e-3), losses
