@@ -2,6 +2,7 @@
 
 For each chunk of columns the forward makes ``z = x w_c^T`` and folds it into per-row partials; the backward makes it
 again (or reads the cached copy), turns it into its own gradient ``g``, and adds ``dx += g w_c``, ``dw_c = g^T x``.
+A backend that makes the products in its kernels takes both operands in place of ``z``, which then is never written.
 ``weight`` may be absent: then ``x`` holds given logits and dx is their gradient.
 """
 
@@ -10,14 +11,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import backends, distributed
 from .equations import FIELDS, ROW_MAX, Transform, merge
-from .products import Products
+from .products import Products, aligned, empty_aligned
 
 
 class Tensors(NamedTuple):
@@ -90,8 +91,13 @@ class Problem:
             self.index = tensors.order[: int(tensors.count)]
         self.products = Products(settings.dtype, tensors.x.device)
         self.backend: ModuleType = backends.get(settings.backend)
+        given = tensors.weight is None
+        self.block_columns = self.backend.GIVEN_COLUMNS if given else self.backend.BLOCK_COLUMNS
+        self.makes_products = self.backend.MAKES_PRODUCTS
         x = self.pick(tensors.x)
-        self.x = x if tensors.weight is None else self.products.operand(x)  # [R, D], or logits [R, V]
+        if self.makes_products:
+            x = x.contiguous()
+        self.x = x if given else self.products.operand(x)  # [R, D], or logits [R, V]
         self.target = self.pick(tensors.target)  # [R]
         self.transform = self._transform()
         self.columns = self._columns()
@@ -112,10 +118,10 @@ class Problem:
         return max(0, min(size, s.vocab_size - s.vocab_start)) if self.x.shape[0] else 0
 
     def blocks(self, columns: int) -> int:
-        return -(-columns // self.backend.BLOCK_COLUMNS)
+        return -(-columns // self.block_columns)
 
     def chunk_blocks(self, start: int, stop: int) -> slice:
-        return slice(start // self.backend.BLOCK_COLUMNS, self.blocks(stop))
+        return slice(start // self.block_columns, self.blocks(stop))
 
     def chunks(self, bounds: list[tuple[int, int]]) -> Iterator[Chunk]:
         """The bounds with the parameters' views, cut while the device works on the chunk before."""
@@ -130,8 +136,11 @@ class Problem:
         assert chunk.weight is not None
         return self.products.operand(chunk.weight)
 
-    def logits(self, chunk: Chunk, out: Tensor) -> Tensor:
-        """Products of the chunk into out [R, C]."""
+    def logits(self, chunk: Chunk, out: Tensor | None) -> Any:
+        """Products of the chunk into out [R, C], or its operands for a kernel that makes them."""
+        if self.makes_products:
+            return self.backend.Operands(self.x, self.operand(chunk))
+        assert out is not None
         return self.products.logits(self.x, self.operand(chunk), out)
 
 
@@ -140,13 +149,11 @@ class Buffer:
 
     def __init__(self, like: Tensor, bounds: list[tuple[int, int]], dtype: torch.dtype):
         self.rows = like.shape[0]
-        self.flat = like.new_empty(self.rows * max((stop - start for start, stop in bounds), default=0), dtype=dtype)
-        self.views: dict[int, Tensor] = {}
+        widest = max((stop - start for start, stop in bounds), default=0)
+        self.flat = like.new_empty(self.rows * aligned(widest), dtype=dtype)
 
     def view(self, columns: int) -> Tensor:
-        if columns not in self.views:
-            self.views[columns] = self.flat[: self.rows * columns].view(self.rows, columns)
-        return self.views[columns]
+        return self.flat.as_strided((self.rows, columns), (aligned(columns), 1))
 
 
 def steps(start: int, stop: int, step: int) -> list[tuple[int, int]]:
@@ -176,11 +183,11 @@ def forward(tensors: Tensors, settings: Settings) -> tuple[list[Tensor | None], 
 
 def _cache(problem: Problem, size: int) -> Tensor:  # [K, columns]
     """Room for the logits that are kept; none if there is not the memory: the backward then makes them again."""
-    make, dtype = problem.tensors.x.new_empty, problem.products.gradient_dtype
+    x, dtype = problem.tensors.x, problem.products.gradient_dtype
     try:
-        return make(size, problem.sizes.cache_columns, dtype=dtype)
+        return empty_aligned(x, size, problem.sizes.cache_columns, dtype)
     except torch.OutOfMemoryError:
-        return make(size, 0, dtype=dtype)
+        return empty_aligned(x, size, 0, dtype)
 
 
 def _partials(problem: Problem, cache: Tensor) -> Tensor:  # [blocks, FIELDS, R]
@@ -188,12 +195,14 @@ def _partials(problem: Problem, cache: Tensor) -> Tensor:  # [blocks, FIELDS, R]
     # Ranks merge all fields; alone, those that are not wanted are never read.
     make = p.x.new_zeros if p.settings.group else p.x.new_empty
     partials = make(p.blocks(p.columns), FIELDS, rows, dtype=p.products.accumulator)
-    bounds = steps(0, p.columns, p.columns if given else p.sizes.logits_columns)
-    buffer = None if given else Buffer(p.x, bounds, p.products.accumulator)
+    width, cached = (p.columns, 0) if given else (p.sizes.logits_columns, min(cache.shape[1], p.columns))
+    bounds = steps(0, cached, width) + steps(cached, p.columns, width)
+    buffer = None if given or p.makes_products else Buffer(p.x, bounds, p.products.accumulator)
     statistics = p.backend.Statistics(p.target, p.transform, p.settings.wanted, overwrite=not given)
     for chunk in p.chunks(bounds):
-        z = p.x[:, : p.columns] if buffer is None else p.logits(chunk, buffer.view(chunk.stop - chunk.start))
-        kept = cache[:rows, chunk.start : chunk.stop] if chunk.stop <= cache.shape[1] else None
+        room = None if buffer is None else buffer.view(chunk.stop - chunk.start)
+        z = p.x[:, : p.columns] if given else p.logits(chunk, room)
+        kept = cache[:rows, chunk.start : chunk.stop] if chunk.stop <= cached else None
         part = partials[p.chunk_blocks(chunk.start, chunk.stop)]
         statistics(z, chunk.bias, chunk.class_weight, p.sizes.vocab_start + chunk.start, part, kept)
     return partials

@@ -2,7 +2,8 @@
 
 dx accumulates in fp32 and every chunk reads and writes all of it, so chunks should be wide; their logits and gradients
 take memory, so they should be narrow. Most of them can be both: dw is filled from its first row, and until the last
-chunks its end is room that costs nothing. There a wide chunk keeps its gradient, and its logits piece by piece.
+chunks its end is room that costs nothing. There a wide chunk keeps its gradient, and its logits piece by piece, unless
+the backend's kernels make them.
 """
 
 from __future__ import annotations
@@ -53,20 +54,26 @@ class Accumulation:
         p, t = problem, problem.tensors
         need_x, need_weight, need_bias = needs
         self.problem, self.kept, self.kernel = p, kept, kernel
-        self.dx = (
-            (p.x.new_empty if p.columns else p.x.new_zeros)(p.x.shape, dtype=p.products.accumulator) if need_x else None
-        )
         self.dw = _zeros_beyond(t.weight, p.columns) if need_weight else None
         self.db = _zeros_beyond(t.bias, p.columns) if need_bias else None
         self.sum = None  # of the ranks' dx, under way
         self.free = _free_end(self.dw, p)
+        self.piece = 0 if p.makes_products else p.sizes.logits_columns
         self.cached, self.wide, self.narrow = self._bounds()
-        self.room = Buffer(p.x, self.narrow, p.products.accumulator)
+        self.room = Buffer(p.x, self.narrow, p.products.gradient_dtype if p.makes_products else p.products.accumulator)
         self.cached_room = Buffer(p.x, self.cached, p.products.gradient_dtype)
+        self.dx = self._input_gradient() if need_x else None
+
+    def _input_gradient(self) -> Tensor:
+        """[R, D]; where there is nothing to accumulate in the input's own dtype."""
+        p, chunks = self.problem, len(self.cached) + len(self.wide) + len(self.narrow)
+        alone = chunks == 1 and not p.settings.group
+        make = p.x.new_empty if chunks else p.x.new_zeros
+        return make(p.x.shape, dtype=p.tensors.x.dtype if alone else p.products.accumulator)
 
     def _bounds(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]], list[tuple[int, int]]]:
         """Consecutive chunks: cached ones, wide ones in the free end of dw, narrow ones in room of their own."""
-        p, s, block = self.problem, self.problem.sizes, self.problem.backend.BLOCK_COLUMNS
+        p, s, block = self.problem, self.problem.sizes, self.problem.block_columns
         cached = min(self.kept.cache.shape[1], p.columns)
         first = steps(0, cached, max(s.gradient_columns, p.blocks(cached // CACHED_CHUNKS) * block))
         wide, start = [], cached
@@ -81,9 +88,10 @@ class Accumulation:
             return 0
         p, s, rows = self.problem, self.problem.sizes, self.problem.x.shape[0]
         row_bytes = self.free.numel() // p.columns
-        pieces = rows * s.logits_columns * p.products.accumulator.itemsize + 2 * ALIGNED
+        pieces = rows * self.piece * p.products.accumulator.itemsize + 2 * ALIGNED
         columns = (remaining * row_bytes - pieces) // (rows * p.products.gradient_dtype.itemsize + row_bytes)
-        return min(columns, s.wide_columns) // s.logits_columns * s.logits_columns
+        unit = self.piece or p.block_columns
+        return min(columns, s.wide_columns) // unit * unit
 
     def run(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         p = self.problem
@@ -97,7 +105,7 @@ class Accumulation:
         dx = None if self.dx is None else put(self.dx.to(p.tensors.x.dtype), p.index, p.tensors.x.shape[0])
         return dx, self.dw, self.db
 
-    def _apply(self, z: Tensor, block_max: Tensor | None, chunk: Chunk, out: Tensor) -> None:
+    def _apply(self, z, block_max: Tensor | None, chunk: Chunk, out: Tensor) -> None:
         self.kernel(z, block_max, chunk.bias, chunk.class_weight, self.problem.sizes.vocab_start + chunk.start, out)
 
     def _cached(self, chunk: Chunk) -> Tensor:
@@ -110,15 +118,16 @@ class Accumulation:
     def _narrow(self, chunk: Chunk) -> Tensor:
         """The gradient over the products themselves; a half one in the first half of each row."""
         p, columns = self.problem, chunk.stop - chunk.start
-        z = p.logits(chunk, self.room.view(columns))
-        out = z if p.products.gradient_dtype == z.dtype else z.view(p.products.gradient_dtype)[:, :columns]
+        room, dtype = self.room.view(columns), self.problem.products.gradient_dtype
+        z, out = p.logits(chunk, room), room if room.dtype == dtype else room.view(dtype)[:, :columns]
         self._apply(z, None, chunk, out)
         return out
 
     def _wide(self, chunk: Chunk) -> Tensor:
-        p, step = self.problem, self.problem.sizes.logits_columns
-        out, end = self._from_free(chunk.stop - chunk.start, p.products.gradient_dtype, before=None)
-        z, _ = self._from_free(step, p.products.accumulator, before=end)
+        p, columns = self.problem, chunk.stop - chunk.start
+        out, end = self._from_free(columns, p.products.gradient_dtype, before=None)
+        z, _ = self._from_free(self.piece, p.products.accumulator, before=end)
+        step = self.piece or columns
         for piece in p.chunks(steps(chunk.start, chunk.stop, step)):
             start = piece.start - chunk.start
             self._apply(p.logits(piece, z), None, piece, out[:, start : start + step])
@@ -165,5 +174,6 @@ def _zeros_beyond(parameter: Tensor | None, columns: int) -> Tensor | None:
     if parameter is None:
         return None
     gradient = torch.empty_like(parameter)
-    gradient[columns:] = 0
+    if columns < gradient.shape[0]:
+        gradient[columns:] = 0
     return gradient

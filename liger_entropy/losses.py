@@ -93,35 +93,49 @@ def compose(
     """The loss and its parts. Contract: means run over kept tokens; CE divides by ``sum token_weight class_weight[y]``,
     z-loss and H by ``sum token_weight``; a sum of weights of 0 gives 0; a token of weight 0 contributes exactly 0."""
     target = target.long()  # a narrower dtype would wrap the ignore_index that it is compared with
-    kept = target != ignore_index
-    weight = kept.to(statistics.logprob.dtype)
-    if token_weight is not None:
-        weight = torch.where(kept, token_weight.to(weight.dtype), 0.0)
+    kept, dtype = target != ignore_index, statistics.logprob.dtype
+    weight = None if token_weight is None else torch.where(kept, token_weight.to(dtype), 0.0)
     class_of_target = None
     if class_weight is not None:
-        class_of_target = _weight_of(torch.where(kept, target, 0), class_weight, weight.dtype)
-    scale = statistics.logprob.detach().exp() if options.use_token_scaling else None
+        class_of_target = _weight_of(torch.where(kept, target, 0), class_weight, dtype)
+    total = kept.sum() if weight is None else weight.sum()
 
-    def reduce(values: Tensor, denominator: Tensor, scaled: bool) -> Tensor:
-        values = _product(weight, values if scale is None or not scaled else values * scale)
-        return _reduce(values, denominator, options.reduction, reduction_group)
+    def reduce(values: Tensor, divisor: Tensor = total) -> Tensor:
+        return _reduce(_weighted(weight, values), divisor, options.reduction, reduction_group)
 
-    ce = _cross_entropy(statistics, class_of_target, options.label_smoothing)
-    loss = reduce(ce, weight if class_of_target is None else weight * class_of_target, True)
-    z_loss = entropy = None
-    if options.lse_square_scale != 0 or options.return_z_loss:
-        z_loss = reduce(options.lse_square_scale * statistics.lse.square(), weight, True)
-        loss = loss + z_loss
-    if options.wanted["entropy"]:
-        entropy = reduce(statistics.entropy, weight, False)
-        loss = loss if options.entropy_coef == 0 else loss - options.entropy_coef * entropy
+    ce, z, entropy = _parts(statistics, class_of_target, options)
+    if class_of_target is None:
+        loss = reduce(_sum(ce, z, entropy, options.entropy_coef))
+    else:
+        loss = reduce(ce, (kept * class_of_target if weight is None else weight * class_of_target).sum())
+        rest = _sum(None, z, entropy, options.entropy_coef)
+        loss = loss if rest is None else loss + reduce(rest)
     return CrossEntropyOutput(
         loss=loss,
-        z_loss=z_loss if options.return_z_loss else None,
+        z_loss=reduce(z) if options.return_z_loss else None,
         token_accuracy=_accuracy(statistics, target, kept, options, reduction_group),
         predicted_tokens=statistics.prediction if options.return_predicted_tokens else None,
-        entropy_loss=entropy if options.return_entropy_loss else None,
+        entropy_loss=reduce(entropy) if options.return_entropy_loss else None,
     )
+
+
+def _parts(statistics: TokenStatistics, class_of_target: Tensor | None, options: LossOptions):
+    """CE, z-loss and H of every token, None where not wanted; all are exactly 0 at ignored tokens."""
+    scale = statistics.logprob.detach().exp() if options.use_token_scaling else None
+    ce, z = _cross_entropy(statistics, class_of_target, options.label_smoothing), None
+    if options.lse_square_scale != 0 or options.return_z_loss:
+        z = options.lse_square_scale * statistics.lse.square()
+    if scale is not None:
+        ce, z = ce * scale, None if z is None else z * scale
+    return ce, z, statistics.entropy if options.wanted["entropy"] else None
+
+
+def _sum(ce: Tensor | None, z: Tensor | None, entropy: Tensor | None, entropy_coef: float) -> Any:
+    """What there is of ``ce + z - entropy_coef entropy``."""
+    loss = z if ce is None else ce if z is None else ce + z
+    if entropy is None or entropy_coef == 0:
+        return loss
+    return -entropy_coef * entropy if loss is None else torch.sub(loss, entropy, alpha=entropy_coef)
 
 
 def _weight_of(target: Tensor, class_weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -136,25 +150,28 @@ def _cross_entropy(statistics: TokenStatistics, class_of_target: Tensor | None, 
     if label_smoothing == 1.0:
         return -statistics.smooth_logprob
     if class_of_target is not None:
-        logprob = _product(class_of_target, logprob)
+        logprob = _weighted(class_of_target, logprob)
     if label_smoothing == 0.0:
         return -logprob
     return -((1.0 - label_smoothing) * logprob + label_smoothing * statistics.smooth_logprob)
 
 
-def _product(weight: Tensor, values: Tensor) -> Tensor:
+def _weighted(weight: Tensor | None, values: Tensor) -> Tensor:
     """weight * values, and exactly 0 where the weight is 0, also for an infinite value."""
-    return weight * torch.where(weight == 0, 0.0, values)
+    return values if weight is None else weight * torch.where(weight == 0, 0.0, values)
 
 
-def _reduce(values: Tensor, denominator: Tensor, reduction: str, group: str) -> Tensor:
+def _reduce(values: Tensor, divisor: Tensor, reduction: str, group: str) -> Tensor:
+    """divisor: the sum of weights, or a count of tokens."""
     if reduction == "none":
         return values
-    total, divisor = values.sum(), denominator.sum()
+    total = values.sum()
     if group:
-        total, divisor = distributed.sum_over_ranks(torch.stack([total, divisor]), group).unbind()
+        total, divisor = distributed.sum_over_ranks(torch.stack([total, divisor.to(total.dtype)]), group).unbind()
     if reduction == "sum":
         return total
+    if not divisor.is_floating_point():
+        return total / divisor.clamp(min=1)  # no token: the total is 0 and none of its terms has a gradient
     # Dividing by inf gives the 0 with gradient 0 that the contract asks for when nothing is kept.
     return total / divisor.masked_fill(divisor == 0, float("inf"))
 
@@ -166,7 +183,7 @@ def _accuracy(
         return None
     dtype = statistics.logprob.dtype
     correct = ((statistics.prediction == target) & kept).to(dtype)
-    return _reduce(correct, kept.to(dtype), "none" if options.reduction == "none" else "mean", group)
+    return _reduce(correct, kept.sum(), "none" if options.reduction == "none" else "mean", group)
 
 
 def fused_loss(

@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from . import backends
+from .products import aligned
 
 MiB = 1 << 20
 
@@ -97,6 +99,21 @@ def choose_backend(requested: str, device: torch.device, dtype: torch.dtype) -> 
     return "torch"
 
 
+@torch.compiler.assume_constant_result
+@functools.cache
+def _is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 9
+
+
+def choose_kernels(backend: str, weight: Tensor | None, dtype: torch.dtype) -> str:
+    """``"hopper"``, whose kernels make the products, in place of ``"triton"`` where TMA can read both operands."""
+    if backend != "triton" or weight is None or dtype.itemsize != 2 or not _is_hopper(weight.device):
+        return backend
+    depth, (row_stride, column_stride) = weight.shape[1], weight.stride()
+    fits = depth % 8 == 0 and column_stride == 1 and row_stride % 8 == 0 and row_stride >= depth
+    return "hopper" if fits else backend
+
+
 @dataclass(frozen=True)
 class Widths:
     """Columns of chunks: whole blocks of the backend, or the whole vocabulary where that is smaller."""
@@ -106,7 +123,7 @@ class Widths:
     wide: int  # the most of a chunk that the backward puts into the unwritten end of dw; 0: none
 
 
-def chunk_widths(rows: int, vocab: int, backend: str, chunk_bytes: int | str) -> Widths:
+def chunk_widths(rows: int, vocab: int, backend: str, chunk_bytes: int | str, copies: bool = False) -> Widths:
     """Automatic: torch takes one block, so that a tile is still in the processor's cache when it is read again.
 
     Triton takes 1/64 of the vocabulary in the backward (1.6 % of the fp32 logits), twice that in the forward, which has
@@ -114,16 +131,23 @@ def chunk_widths(rows: int, vocab: int, backend: str, chunk_bytes: int | str) ->
     products keep the GPU busy and the chunk is small beside the weight. Measured on an H200 at T=8192, D=4096,
     V=128256 (torch 2.11, 2026-12-01): products 1024, 2048 and 4096 wide took 13.7, 12.8 and 12.9 ms a pass over the
     vocabulary, a whole step 58.8, 55.9 and 55.3 ms.
+
+    Kernels that make the products have no fp32 logits: the forward is one chunk, unless `copies` of the weight are
+    needed, and the same bytes hold twice the columns of half gradients.
     """
-    block, row_bytes = backends.get(backend).BLOCK_COLUMNS, 4 * max(rows, 1)
+    module = backends.get(backend)
+    makes_products, block = module.MAKES_PRODUCTS, module.BLOCK_COLUMNS
+    row_bytes, share = (2 * max(rows, 1), 32) if makes_products else (4 * max(rows, 1), 64)
     if chunk_bytes != "auto":
         given = _whole_blocks(int(chunk_bytes) // row_bytes // block, block, vocab)
-        return Widths(given, given, 0)
+        return Widths(max(1, vocab) if makes_products and not copies else given, given, 0)
     if backend == "torch":
         one = _whole_blocks(1, block, vocab)
         return Widths(one, one, 0)
     least = 32 * MiB // row_bytes if rows < 2048 else 0
-    gradient = _whole_blocks(round(max(vocab / 64, least) / block), block, vocab)
+    gradient = _whole_blocks(round(max(vocab / share, least) / block), block, vocab)
+    if makes_products:
+        return Widths(gradient if copies else max(1, vocab), gradient, min(vocab, 4 * gradient))
     return Widths(min(vocab, 2 * gradient), gradient, min(vocab, 8 * gradient))
 
 
@@ -136,22 +160,28 @@ def _whole_blocks(blocks: int, block: int, vocab: int) -> int:
     return max(1, min(vocab, max(1, blocks) * block))
 
 
-def cache_columns(rows: int, vocab: int, chunk: int, budget: int, itemsize: int) -> int:
-    """Leading columns whose logits fit the budget: whole chunks, or the whole vocabulary."""
+def cache_columns(rows: int, vocab: int, block: int, budget: int, itemsize: int) -> int:
+    """Leading columns whose logits, in aligned rows, fit the budget: whole blocks, or the whole vocabulary."""
     fitting = budget // (itemsize * max(rows, 1))
-    return vocab if fitting >= vocab else fitting // chunk * chunk
+    return vocab if fitting >= aligned(vocab) else fitting // block * block
 
 
 def free_memory(device: torch.device) -> int:
     """Bytes that the device has free, with what PyTorch's allocator holds unused."""
     free, _ = torch.cuda.mem_get_info(device)
-    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    # memory_reserved and memory_allocated make and sort 300 entries for one number each: 340 us.
+    statistics = torch.cuda.memory.memory_stats_as_nested_dict(device)
+    reserved, allocated = (statistics[f"{kind}_bytes"]["all"]["current"] for kind in ("reserved", "allocated"))
+    return free + reserved - allocated
 
 
-def cache_budget(option: int | str, device: torch.device, gradient_bytes: int) -> int:
-    """Bytes for the cache. gradient_bytes is what the backward will allocate beside it."""
-    if option != "auto":
-        return int(option)
-    if device.type != "cuda" or torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing():
+def free_for_cache(option: int | str, device: torch.device) -> int:
+    """Bytes of which the cache may take its share; 0 where it takes none, or where it need not be known."""
+    if option != "auto" or device.type != "cuda" or not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return 0
-    return max(0, free_memory(device) - gradient_bytes) // 4
+    return 0 if torch.cuda.is_current_stream_capturing() else free_memory(device)
+
+
+def cache_budget(option: int | str, free: int, gradient_bytes: int) -> int:
+    """Bytes for the cache. gradient_bytes is what the backward will allocate beside it."""
+    return max(0, free - gradient_bytes) // 4 if option == "auto" else int(option)

@@ -5,6 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+# Elements; rows of a buffer start at multiples of it, for loads of 128 bits and for TMA.
+ROW_ALIGNMENT = 16
+
+
+def aligned(columns: int) -> int:
+    return (columns + ROW_ALIGNMENT - 1) // ROW_ALIGNMENT * ROW_ALIGNMENT
+
+
+def empty_aligned(like: Tensor, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+    """[rows, columns], unfilled, each row at a multiple of ROW_ALIGNMENT."""
+    return like.new_empty_strided((rows, columns), (aligned(columns), 1), dtype=dtype)
+
 
 class Products:
     """Products of operands rounded to ``dtype``, the dtype that a plain ``F.linear`` would multiply in.
@@ -28,24 +40,26 @@ class Products:
         return tensor.to(self.dtype).to(self.gradient_dtype)
 
     def logits(self, x: Tensor, w: Tensor, out: Tensor) -> Tensor:
-        """x [R, D], w [C, D] operands -> out [R, C]."""
-        if self.mixed:
-            return torch.mm(x, w.t(), out_dtype=self.accumulator, out=out)
-        return torch.mm(x, w.t(), out=out)
+        """out [R, C] = x w^T. x [R, D], w [C, D] operands."""
+        return self._product(x, w.t(), out)
 
     def add_input_gradient(self, g: Tensor, w: Tensor, dx: Tensor, first: bool) -> None:
-        """dx [R, D] = (0 if first else dx) + g w, with g [R, C], w [C, D]."""
-        beta = 0 if first else 1
-        if self.mixed:
-            torch.addmm(dx, g, w, out_dtype=self.accumulator, beta=beta, out=dx)
+        """dx [R, D] = (0 if first else dx) + g w, in the accumulator's dtype unless first. g [R, C], w [C, D]."""
+        if first:
+            self._product(g, w, dx)
+        elif self.mixed:
+            torch.addmm(dx, g, w, out_dtype=self.accumulator, out=dx)
         else:
-            torch.addmm(dx, g, w, beta=beta, out=dx)
+            torch.addmm(dx, g, w, out=dx)
 
     def weight_gradient(self, g: Tensor, x: Tensor, out: Tensor) -> None:
-        """out [C, D] = g^T x with one rounding to out's dtype. g [R, C], x [R, D]."""
-        if out.dtype == g.dtype:
-            torch.mm(g.t(), x, out=out)
-        elif self.mixed and out.dtype == self.accumulator:
-            torch.mm(g.t(), x, out_dtype=self.accumulator, out=out)
-        else:
-            out.copy_(torch.mm(g.t(), x))
+        """out [C, D] = g^T x. g [R, C], x [R, D]."""
+        self._product(g.t(), x, out)
+
+    def _product(self, a: Tensor, b: Tensor, out: Tensor) -> Tensor:
+        """out = a b, rounded once, to out's dtype."""
+        if out.dtype == a.dtype:
+            return torch.mm(a, b, out=out)
+        if self.mixed and out.dtype == self.accumulator:
+            return torch.mm(a, b, out_dtype=self.accumulator, out=out)
+        return out.copy_(torch.mm(a, b))

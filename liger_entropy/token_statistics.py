@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import distributed, dtensor, ops, planner
+from . import backends, distributed, dtensor, ops, planner
 from .distributed import Facts, Layout
 from .engine import Settings, Sizes
 from .planner import ComputeOptions
@@ -130,11 +130,14 @@ class Call:
         """Run the operator; a statistic that is not wanted comes back empty. class_weight is all of it from here on."""
         with self.telling():
             backend = planner.choose_backend(options.backend, self.input.device, self.dtype)
+            backend = planner.choose_kernels(backend, self.weight, self.dtype)
         layout = self._agree((entropy, smooth, prediction))
         class_weight = self._shard_class_weight(layout)
-        coded, order, count = self._inspect(options, backend, layout.vocab_size)
+        inspect = self._inspect(options, backend, layout.vocab_size)
+        free = planner.free_for_cache(options.cache_bytes, self.input.device) if self.weight is not None else 0
+        coded, order, count, check = inspect()
         columns = max(0, min(self.rows, layout.vocab_size - layout.start))
-        plan = self._plan(options, backend, columns, len(self.target) if order is None else len(order))
+        plan = self._plan(options, backend, columns, self.target.shape[0] if order is None else order.shape[0], free)
         settings = Settings(
             Sizes(layout.start, layout.vocab_size, *plan),
             (self.logit_scale, self.softcap, self.inverse_temperature),
@@ -143,7 +146,11 @@ class Call:
         outputs = ops.token_statistics(
             self.input, self.weight, coded, self.bias, class_weight, self.temperature, order, count, *settings
         )
-        return TokenStatistics(*(o.view(self.shape) if o.numel() == len(self.target) else o for o in outputs[:5]))
+        check()
+        flat = self.target.shape
+        if self.shape == flat:
+            return TokenStatistics(*outputs[:5])
+        return TokenStatistics(*(o.view(self.shape) if o.shape == flat else o for o in outputs[:5]))
 
     def _agree(self, wanted: tuple[bool, bool, bool]) -> Layout:
         """Where the rows lie in the vocabulary, agreed with the ranks that share it."""
@@ -176,32 +183,49 @@ class Call:
         self.class_weight = c
         return c[layout.start : layout.start + self.rows]
 
-    def _inspect(
-        self, options: ComputeOptions, backend: str, vocab_size: int
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """The coded labels, and order and count of the kept rows (None: all), after checking the labels."""
-        read = options.skip_ignored or options.check_labels
-        coded, order, count = ops.inspect_rows(
-            self.target, self.temperature, self.ignore_index, vocab_size, backend, read, options.check_labels
-        )
-        if not options.skip_ignored or self.weight is None:
-            return coded, None, None
-        if torch.compiler.is_compiling():
-            return coded, order, count
-        kept = int(count)
-        return (coded, None, None) if kept == len(self.target) else (coded, order[:kept], count)
+    def _inspect(self, options: ComputeOptions, backend: str, vocab_size: int):
+        """Start to look at the labels. The function that comes back gives the coded ones, order and count of the kept
+        rows (None: all), and what raises for bad labels later.
 
-    def _plan(self, options: ComputeOptions, backend: str, columns: int, rows: int) -> tuple[int, int, int, int]:
+        Where no row is dropped, the check may wait on a GPU until the kernels are on their way.
+        """
+        drop, check = options.skip_ignored and self.weight is not None, options.check_labels
+        arguments = self.target, self.temperature, self.ignore_index, vocab_size, backend, drop or check, check
+        if ops.traced(self.target):
+            coded, order, count = ops.inspect_rows(*arguments)
+            return lambda: (coded, order, count, _nothing) if drop else (coded, None, None, _nothing)
+        later = self.target.is_cuda and not drop
+        inspection = ops.Inspection(*arguments, later)
+        if later:
+            return lambda: (inspection.coded, None, None, inspection.kept)
+
+        def kept_rows():
+            kept = inspection.kept()
+            if not drop or kept == self.target.shape[0]:
+                return inspection.coded, None, None, _nothing
+            return inspection.coded, inspection.order()[:kept], torch.tensor(kept), _nothing
+
+        return kept_rows
+
+    def _plan(
+        self, options: ComputeOptions, backend: str, columns: int, rows: int, free: int
+    ) -> tuple[int, int, int, int]:
         """Columns of a chunk of logits, of a chunk in the backward's products, of its widest ones, and of the cache."""
         if self.weight is None:
             return columns, columns, 0, 0
-        widths = planner.chunk_widths(rows, columns, backend, options.chunk_bytes)
+        copies = self.weight.dtype != self.dtype
+        widths = planner.chunk_widths(rows, columns, backend, options.chunk_bytes, copies)
         plan = widths.logits, widths.gradient, widths.wide
         if not torch.is_grad_enabled():
             return *plan, 0
         gradients = self.weight.numel() * self.weight.element_size() + 3 * self.input.numel() * 4
-        budget = planner.cache_budget(options.cache_bytes, self.input.device, gradients + rows * widths.gradient * 4)
-        return *plan, planner.cache_columns(rows, columns, widths.logits, budget, self.dtype.itemsize)
+        budget = planner.cache_budget(options.cache_bytes, free, gradients + rows * widths.gradient * 4)
+        block = backends.get(backend).BLOCK_COLUMNS
+        return *plan, planner.cache_columns(rows, columns, block, budget, self.dtype.itemsize)
+
+
+def _nothing() -> None:
+    """Labels that were checked need no later check."""
 
 
 def _check_tensors(input, weight, target, bias, class_weight, sharded: bool) -> None:

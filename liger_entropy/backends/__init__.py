@@ -11,7 +11,7 @@ from types import ModuleType
 
 import torch
 
-MODULES = {"torch": "eager", "triton": "triton"}
+MODULES = {"torch": "eager", "triton": "triton", "hopper": "hopper"}
 
 
 # Dynamo cannot trace an import; it would look through functools.cache, which would hide the mark.

@@ -22,6 +22,8 @@ from ..equations import (
 
 # One partial is one block of at most this many columns.
 BLOCK_COLUMNS = 1024
+GIVEN_COLUMNS = BLOCK_COLUMNS  # the same of given logits
+MAKES_PRODUCTS = False
 # A tile and its scratch, 2 x 1 MiB in fp32, fit the L2 and L3 share of two cores; larger tiles ran 1.4 to 4 times
 # slower through the same passes (T=2048, V=32000, fp32, Zen 3).
 TILE_ELEMENTS = 256 * 1024
@@ -122,10 +124,10 @@ class Gradient:
 
 
 def inspect(
-    target: Tensor, temperature: Tensor | None, ignore_index: int, vocab_size: int
+    target: Tensor, temperature: Tensor | None, ignore_index: int, vocab_size: int, later: bool
 ) -> tuple[Tensor, Callable[[], tuple[int, int, int]]]:
-    """Coded labels [T], and a function that reads how many are ignored, how many invalid, and how many temperatures [T]
-    are not positive."""
+    """Coded labels [T], and a function that waits for how many are ignored, how many invalid, and how many temperatures
+    [T] are not positive."""
     coded = equations.coded(target, ignore_index, vocab_size)
 
     def counts() -> tuple[int, int, int]:

@@ -7,6 +7,8 @@ import inspect
 import triton
 import triton.language as tl
 
+from .kernels import tl_merge
+
 
 def _row_kernel(function):
     """A kernel that is compiled once for each set of constants and dtypes, whatever its numbers and alignments."""
@@ -50,6 +52,31 @@ def tl_store_statistic(out_ptr, token, value, target, mask):
     tl.store(out_ptr + token, tl.where(target == -1, 0.0, value), mask=mask)
 
 
+@triton.jit
+def tl_merged_tile(here, rows, mask, WANT_ENTROPY: tl.constexpr, WANT_SMOOTH: tl.constexpr,
+                   WANT_PREDICTION: tl.constexpr):  # fmt: skip
+    """The fields [ROWS] of the partials at `here` [BLOCKS, ROWS] (equations.merge), but the target's."""
+    block_max = tl.load(here, mask=mask, other=float("-inf"))
+    row_max = tl.max(block_max, axis=0)
+    shift = tl.where(block_max == float("-inf"), 0.0, block_max - row_max[None, :])
+    scale = tl.exp(shift)
+    norm = tl.load(here + 1 * rows, mask=mask, other=0.0)
+    shifted, smooth, weight, index = row_max, row_max, row_max, row_max
+    if WANT_ENTROPY:
+        shifted = tl.load(here + 2 * rows, mask=mask, other=0.0)
+        shifted = tl.sum(scale * (shifted + shift * norm), axis=0)
+    if WANT_SMOOTH:
+        weights = tl.load(here + 4 * rows, mask=mask, other=0.0)
+        smooth = tl.sum(tl.load(here + 3 * rows, mask=mask, other=0.0) + shift * weights, axis=0)
+        weight = tl.sum(weights, axis=0)
+    if WANT_PREDICTION:
+        place = tl.arange(0, here.shape[0])[:, None]
+        first = tl.min(tl.where(block_max == row_max[None, :], place, here.shape[0] - 1), axis=0)
+        index = tl.load(here + 6 * rows, mask=mask, other=0.0)
+        index = tl.sum(tl.where(place == first[None, :], index, 0.0), axis=0)
+    return row_max, tl.sum(scale * norm, axis=0), shifted, smooth, weight, index
+
+
 @_row_kernel
 def finish_kernel(
     partial_ptr,  # [blocks, 7, R]
@@ -68,46 +95,48 @@ def finish_kernel(
     WANT_ENTROPY: tl.constexpr,
     WANT_SMOOTH: tl.constexpr,
     WANT_PREDICTION: tl.constexpr,
-    BLOCKS: tl.constexpr,  # power of 2 >= blocks
+    BLOCKS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """equations.merge, then equations.finalize, for ROWS rows."""
+    """equations.merge, then equations.finalize, for ROWS rows; BLOCKS partials at a time."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    block = tl.arange(0, BLOCKS)
     in_rows = row < rows
-    here = partial_ptr + block[:, None].to(tl.int64) * 7 * rows + row[None, :]  # [BLOCKS, ROWS]
-    mask = (block < blocks)[:, None] & in_rows[None, :]
-    block_max = tl.load(here, mask=mask, other=float("-inf"))
-    row_max = tl.max(block_max, axis=0)
-    shift = tl.where(block_max == float("-inf"), 0.0, block_max - row_max[None, :])
-    scale = tl.exp(shift)
-    norm = tl.load(here + 1 * rows, mask=mask, other=0.0)
-    log_norm = tl.log(tl.sum(scale * norm, axis=0))
+    row_max = tl.full((ROWS,), float("-inf"), tl.float32)
+    norm, shifted, smooth = tl.zeros_like(row_max), tl.zeros_like(row_max), tl.zeros_like(row_max)
+    weight, index, target_logit = tl.zeros_like(row_max), tl.zeros_like(row_max), tl.zeros_like(row_max)
+    for start in range(0, blocks, BLOCKS):
+        block = start + tl.arange(0, BLOCKS)
+        here = partial_ptr + block[:, None].to(tl.int64) * 7 * rows + row[None, :]  # [BLOCKS, ROWS]
+        mask = (block < blocks)[:, None] & in_rows[None, :]
+        tile_max, tile_norm, tile_shifted, tile_smooth, tile_weight, tile_index = tl_merged_tile(
+            here, rows, mask, WANT_ENTROPY, WANT_SMOOTH, WANT_PREDICTION
+        )
+        target_logit += tl.sum(tl.load(here + 5 * rows, mask=mask, other=0.0), axis=0)
+        row_max, norm, shifted, smooth, weight, index = tl_merge(
+            row_max, norm, shifted, smooth, weight, index,
+            tile_max, tile_norm, tile_shifted, tile_smooth, tile_weight, tile_index,
+            WANT_ENTROPY, WANT_SMOOTH, WANT_PREDICTION,
+        )  # fmt: skip
+    log_norm = tl.log(norm)
     target = tl.load(target_ptr + row, mask=in_rows, other=-1)
     token = row
     if HAS_INDEX:
         token = tl.load(index_ptr + row, mask=in_rows, other=0)
-    target_logit = tl.sum(tl.load(here + 5 * rows, mask=mask, other=0.0), axis=0)
     tl_store_statistic(logprob_ptr, token, (target_logit - row_max) - log_norm, target, in_rows)
     tl_store_statistic(lse_ptr, token, row_max + log_norm, target, in_rows)
     tl.store(residual_ptr + row, row_max, mask=in_rows)
     tl.store(residual_ptr + rows + row, log_norm, mask=in_rows)
+    shifted_mean, mean_weight = tl.zeros_like(norm), tl.zeros_like(norm)
     if WANT_ENTROPY:
-        shifted = tl.load(here + 2 * rows, mask=mask, other=0.0)
-        shifted_mean = tl.sum(scale * (shifted + shift * norm), axis=0) / tl.sum(scale * norm, axis=0)
+        shifted_mean = shifted / norm
         tl_store_statistic(entropy_ptr, token, log_norm - shifted_mean, target, in_rows)
-        tl.store(residual_ptr + 2 * rows + row, shifted_mean, mask=in_rows)
     if WANT_SMOOTH:
-        weight = tl.load(here + 4 * rows, mask=mask, other=0.0)
-        smooth = tl.sum(tl.load(here + 3 * rows, mask=mask, other=0.0) + shift * weight, axis=0) / vocab_size
-        mean_weight = tl.sum(weight, axis=0) / vocab_size
-        tl_store_statistic(smooth_ptr, token, smooth - mean_weight * log_norm, target, in_rows)
-        tl.store(residual_ptr + 3 * rows + row, mean_weight, mask=in_rows)
+        mean_weight = weight / vocab_size
+        tl_store_statistic(smooth_ptr, token, smooth / vocab_size - mean_weight * log_norm, target, in_rows)
+    tl.store(residual_ptr + 2 * rows + row, shifted_mean, mask=in_rows)
+    tl.store(residual_ptr + 3 * rows + row, mean_weight, mask=in_rows)
     if WANT_PREDICTION:
-        first = tl.min(tl.where(block_max == row_max[None, :], block[:, None], BLOCKS - 1), axis=0)
-        index = tl.load(here + 6 * rows, mask=mask, other=0.0)
-        prediction = tl.sum(tl.where(block[:, None] == first[None, :], index, 0.0), axis=0).to(tl.int64)
-        tl.store(prediction_ptr + token, tl.where(target == -1, -1, prediction), mask=in_rows)
+        tl.store(prediction_ptr + token, tl.where(target == -1, -1, index.to(tl.int64)), mask=in_rows)
 
 
 @triton.jit

@@ -13,14 +13,18 @@ from . import eager
 from .kernels import gradient_kernel, statistics_kernel
 from .row_kernels import coefficient_kernel, finish_kernel, inspect_kernel
 
-# One partial is one block of this many columns. On an H200 (T=8192, V=128256, torch 2.11, triton 3.6, 2026-12-01) both
-# kernels took, in ms over the whole vocabulary, statistics and gradient: 1024 columns and 1 warp 1.71, 1.76; 2 warps
-# 1.59, 1.67; 4 warps 2.05, 1.71; 2048 and 2 warps 1.73, 1.87; 2048 and 8 warps 2.30, 2.02; 4096 and 8 warps 1.58, 1.62.
+# One partial of a chunk of products is one block of this many columns, which one warp works on; of given logits
+# GIVEN_COLUMNS, block by block. On an H200 (T=8192, V=128256, torch 2.11, triton 3.6, 2026-12-01), as multiples of the
+# time to read the logits: statistics of bf16 logits 1.28 with 1024 columns and 1 warp, 1.37 with 2 warps, 1.01 with 8
+# such blocks to a program; of fp32 logits 0.97, 0.97 and 0.94. Gradients 1.08 to 1.10 of a copy with any of them.
 BLOCK_COLUMNS = 1024
-WARPS = 2
+GIVEN_COLUMNS = 8 * BLOCK_COLUMNS
+WARPS = 1
+# The products are made outside the kernels, into a chunk of logits.
+MAKES_PRODUCTS = False
 
 
-def _float(vector: Tensor | None, stand_in: Tensor) -> Tensor:
+def as_float(vector: Tensor | None, stand_in: Tensor) -> Tensor:
     """An optional vector as contiguous fp32; when it is absent, a pointer that is never followed."""
     return stand_in if vector is None else vector.float().contiguous()
 
@@ -37,28 +41,41 @@ def _block(columns: int) -> int:
     return min(BLOCK_COLUMNS, _power_of_2(columns))
 
 
+def transform_flags(bias: Tensor | None, class_weight: Tensor | None, transform: Transform) -> dict[str, Any]:
+    """Which parts the transform has, as the kernels' constants."""
+    number = NUMBER if transform.inverse_temperature != 1.0 else NONE
+    return dict(
+        HAS_BIAS=bias is not None, HAS_WEIGHT=class_weight is not None, HAS_SCALE=transform.logit_scale != 1.0,
+        HAS_SOFTCAP=transform.softcap != 0.0, TEMPERATURE=number if transform.temperature is None else TENSOR,
+    )  # fmt: skip
+
+
+# Kinds of TEMPERATURE, as kernels.py names them.
+NONE, NUMBER, TENSOR = range(3)
+
 _compiled: dict[tuple, Any] = {}
 
 
-def _launch(
-    kernel, grid: tuple[int, int, int], key: tuple, arguments: tuple, constants: dict[str, Any], warps=4
+def launch(
+    kernel, grid: tuple[int, int, int], key: tuple, arguments: tuple, constants: dict[str, Any], warps=4, stages=3
 ) -> None:
     """Launch, by way of Triton's compiler the first time only: a direct launch takes the host 20 us in place of
     60, and a chunk's products take the device as little as 45 us.
 
     The key holds all that the kernel is specialised on beside its constants: the dtype and alignment of pointers, and
-    the integers that kernels.py does not exempt.
+    the integers that the kernels do not exempt.
     """
-    key = (kernel, torch.cuda.current_device() if torch.cuda.is_initialized() else None, *key, *constants.values())
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+    key = (kernel, device, warps, stages, *key, *constants.values())
     compiled = _compiled.get(key)
     if compiled is None:
         # None again under the interpreter, which has nothing compiled.
-        _compiled[key] = kernel[grid](*arguments, **constants, num_warps=warps)
+        _compiled[key] = kernel[grid](*arguments, **constants, num_warps=warps, num_stages=stages)
     else:
         compiled[grid](*arguments, *constants.values())
 
 
-def _kind(tensor: Tensor | None) -> tuple | None:
+def kind(tensor: Tensor | None) -> tuple | None:
     """What a kernel is specialised on of a pointer."""
     return None if tensor is None else (tensor.dtype, tensor.data_ptr() % 16 == 0)
 
@@ -74,7 +91,8 @@ class Statistics:
         overwrite: bool,  # z is scratch; this backend leaves it alone either way
     ):
         self.target, self.transform, self.wanted = target, transform, wanted
-        self.temperature = _float(transform.temperature, target)
+        self.temperature = as_float(transform.temperature, target)
+        self.block_columns = BLOCK_COLUMNS if overwrite else GIVEN_COLUMNS
 
     def __call__(
         self,
@@ -86,26 +104,26 @@ class Statistics:
         cache: Tensor | None,  # [R, C], written with z - block maximum
     ) -> None:
         transform, (rows, columns) = self.transform, z.shape
-        block = _block(columns)
         entropy, smooth, prediction = self.wanted
         arguments = (
-            z, z.stride(0), z.stride(1), self.target, _float(bias, z), _float(class_weight, z), self.temperature,
+            z, z.stride(0), z.stride(1), self.target, as_float(bias, z), as_float(class_weight, z), self.temperature,
             partials, z if cache is None else cache, 0 if cache is None else cache.stride(0), rows, columns, offset,
             transform.logit_scale, transform.softcap, transform.inverse_temperature,
         )  # fmt: skip
-        constants = dict(
-            HAS_BIAS=bias is not None, HAS_WEIGHT=class_weight is not None, HAS_SCALE=transform.logit_scale != 1.0,
-            HAS_SOFTCAP=transform.softcap != 0.0, HAS_TEMPERATURE=transform.temperature is not None,
+        block = _block(columns)
+        constants = transform_flags(bias, class_weight, transform) | dict(
             HAS_CACHE=cache is not None, WANT_ENTROPY=entropy, WANT_SMOOTH=smooth, WANT_PREDICTION=prediction,
-            BLOCK=block,
+            BLOCK=block, STEPS=_ceil_divide(min(columns, self.block_columns), block),
         )  # fmt: skip
-        kinds = _kind(z), _kind(bias), _kind(class_weight), _kind(cache)
+        kinds = kind(z), kind(bias), kind(class_weight), kind(cache)
         key = (*kinds, z.stride(), arguments[9], columns)
-        _launch(statistics_kernel, (rows, partials.shape[0], 1), key, arguments, constants, WARPS)
+        launch(statistics_kernel, (rows, partials.shape[0], 1), key, arguments, constants, WARPS)
 
 
 class Gradient:
     """Turns the logits of a call into gradients, chunk by chunk."""
+
+    cached_block = 1, BLOCK_COLUMNS  # rows and columns of a program's tile; the columns are those of a block maximum
 
     def __init__(
         self,
@@ -117,7 +135,7 @@ class Gradient:
     ):
         self.target, self.transform, self.flags = target, transform, flags
         self.residuals, self.coefficients = residuals, coefficients
-        self.temperature = _float(transform.temperature, target)
+        self.temperature = as_float(transform.temperature, target)
 
     def __call__(
         self,
@@ -129,46 +147,66 @@ class Gradient:
         out: Tensor,  # [R, C], written; may lie over z
     ) -> None:
         transform, (rows, columns) = self.transform, z.shape
-        block = _block(columns)
         arguments = (
             z, z.stride(0), z.stride(1), z if block_max is None else block_max,
-            0 if block_max is None else block_max.stride(0), self.target, _float(bias, z), _float(class_weight, z),
+            0 if block_max is None else block_max.stride(0), self.target, as_float(bias, z), as_float(class_weight, z),
             self.temperature, self.residuals, self.coefficients, out, out.stride(0), rows, columns, offset,
             transform.logit_scale, transform.softcap, transform.inverse_temperature,
         )  # fmt: skip
-        constants = dict(
-            HAS_BIAS=bias is not None, HAS_WEIGHT=class_weight is not None, HAS_SCALE=transform.logit_scale != 1.0,
-            HAS_SOFTCAP=transform.softcap != 0.0, HAS_TEMPERATURE=transform.temperature is not None,
-            HAS_CACHE=block_max is not None, WITH_ENTROPY=self.flags[0], WITH_SMOOTH=self.flags[1], BLOCK=block,
+        block = _block(columns) if block_max is None else self.cached_block[1]
+        rows_each = 1 if block_max is None else self.cached_block[0]
+        constants = transform_flags(bias, class_weight, transform) | dict(
+            HAS_CACHE=block_max is not None, WITH_ENTROPY=self.flags[0], WITH_SMOOTH=self.flags[1],
+            ROWS=rows_each, BLOCK=block,
         )  # fmt: skip
         programs = 1 if out.data_ptr() == z.data_ptr() else _ceil_divide(columns, block)
-        kinds = _kind(z), _kind(bias), _kind(class_weight), _kind(out)
+        kinds = kind(z), kind(bias), kind(class_weight), kind(out)
         key = (*kinds, z.stride(), out.stride(0), columns)
-        _launch(gradient_kernel, (rows, programs, 1), key, arguments, constants, WARPS)
+        launch(gradient_kernel, (_ceil_divide(rows, rows_each), programs, 1), key, arguments, constants, WARPS)
 
 
+def _to_host(tensor: Tensor) -> Callable[[], list]:
+    """Start a copy to the host, and return a function that waits for it alone."""
+    if not tensor.is_cuda:
+        return tensor.tolist
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+    copy.copy_(tensor, non_blocking=True)
+    event = torch.cuda.Event()
+    event.record()
+
+    def read() -> list:
+        event.synchronize()
+        return copy.tolist()
+
+    return read
+
+
+# 8 rows of a partial are a sector of 32 bytes.
+FINISH_BLOCKS, FINISH_ROWS = 128, 8
 ROW_BLOCK = 256
 INSPECT_BLOCK = 4096
 
 
 def inspect(
-    target: Tensor, temperature: Tensor | None, ignore_index: int, vocab_size: int
+    target: Tensor, temperature: Tensor | None, ignore_index: int, vocab_size: int, later: bool
 ) -> tuple[Tensor, Callable[[], tuple[int, int, int]]]:
-    """Coded labels [T], and a function that reads how many are ignored, how many invalid, and how many temperatures [T]
-    are not positive."""
+    """Coded labels [T], and a function that waits for how many are ignored, how many invalid, and how many temperatures
+    [T] are not positive. If it is called `later`, it does not wait for what was launched since."""
     tokens = target.shape[0]
     coded = target.new_empty(tokens)
     programs = _ceil_divide(tokens, INSPECT_BLOCK)
     counted = target.new_empty(programs, 3)
     if tokens:
         labels = target.contiguous()
-        arguments = labels, _float(temperature, target), coded, counted, tokens, ignore_index, vocab_size
+        arguments = labels, as_float(temperature, target), coded, counted, tokens, ignore_index, vocab_size
         constants = dict(HAS_TEMPERATURE=temperature is not None, BLOCK=INSPECT_BLOCK)
         key = (-(2**31) <= ignore_index < 2**31,)
-        _launch(inspect_kernel, (programs, 1, 1), key, arguments, constants)
+        launch(inspect_kernel, (programs, 1, 1), key, arguments, constants)
+
+    arrived = _to_host(counted) if later else counted.tolist
 
     def counts() -> tuple[int, int, int]:
-        ignored, invalid, cold = (sum(column) for column in zip(*counted.tolist(), strict=True))
+        ignored, invalid, cold = (sum(column) for column in zip(*arrived(), strict=True))
         return ignored, invalid, cold
 
     return coded, counts
@@ -189,10 +227,10 @@ def finish(
     present = (True, wanted[0], True, wanted[1])
     make = partials.new_empty if index is None else partials.new_zeros
     floats = [make(tokens) if p else None for p in present]
-    prediction = target.new_full((tokens,), -1) if wanted[2] else None
-    residuals = partials.new_zeros(4, rows)
-    padded = _power_of_2(blocks)
-    tile = max(1, min(ROW_BLOCK, 2048 // padded))
+    prediction = (target.new_empty(tokens) if index is None else target.new_full((tokens,), -1)) if wanted[2] else None
+    residuals = partials.new_empty(4, rows)
+    padded = min(FINISH_BLOCKS, _power_of_2(blocks))
+    tile = FINISH_ROWS
     arguments = (
         partials, target, _or(index, target), *(_or(f, partials) for f in floats), _or(prediction, target), residuals,
         blocks, rows, vocab_size,
@@ -201,7 +239,7 @@ def finish(
         HAS_INDEX=index is not None, WANT_ENTROPY=wanted[0], WANT_SMOOTH=wanted[1], WANT_PREDICTION=wanted[2],
         BLOCKS=padded, ROWS=tile,
     )  # fmt: skip
-    _launch(finish_kernel, (_ceil_divide(rows, tile), 1, 1), (), arguments, constants)
+    launch(finish_kernel, (_ceil_divide(rows, tile), 1, 1), (), arguments, constants)
     return [*floats, prediction], residuals
 
 
@@ -220,7 +258,7 @@ def coefficients(
         present = [g is not None for g in upstream]
         arguments = (
             *(target if g is None else g.contiguous() for g in upstream), target, _or(index, target),
-            _float(transform.temperature, target), residuals, out, rows, vocab_size,
+            as_float(transform.temperature, target), residuals, out, rows, vocab_size,
             transform.logit_scale * transform.inverse_temperature,
         )  # fmt: skip
         constants = dict(
@@ -228,7 +266,7 @@ def coefficients(
             HAS_INDEX=index is not None, HAS_TEMPERATURE=transform.temperature is not None, BLOCK=ROW_BLOCK,
         )  # fmt: skip
         key = tuple(None if g is None else g.dtype for g in upstream)
-        _launch(coefficient_kernel, (_ceil_divide(rows, ROW_BLOCK), 1, 1), key, arguments, constants)
+        launch(coefficient_kernel, (_ceil_divide(rows, ROW_BLOCK), 1, 1), key, arguments, constants)
     return out
 
 

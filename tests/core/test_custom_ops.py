@@ -23,9 +23,9 @@ def plain(argument):
 def recorded(monkeypatch):
     """Arguments of every call of the three operators."""
     calls = {name: [] for name in ("token_statistics", "token_statistics_backward", "inspect_rows")}
-    for name in ("token_statistics", "inspect_rows"):
-        original = getattr(ops, name)
-        monkeypatch.setattr(ops, name, lambda *a, _o=original, _n=name: calls[_n].append(a) or _o(*a))
+    for name, called in (("token_statistics", "token_statistics"), ("inspect_rows", "Inspection")):
+        original = getattr(ops, called)
+        monkeypatch.setattr(ops, called, lambda *a, _o=original, _n=name: calls[_n].append(a) or _o(*a))
     backward = gradients.backward
 
     def record(*parts):

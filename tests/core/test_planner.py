@@ -7,14 +7,14 @@ import torch
 
 from liger_entropy import backends, planner
 
-BLOCKS = {"torch": 1024, "triton": 1024}
+BLOCKS = {"torch": 1024, "triton": 1024, "hopper": 256}
 ROWS = [0, 1, 2, 1000, 2047, 2048, 8192, 10**6]
 VOCABULARIES = [1, 2, 1023, 1024, 1025, 2048, 2049, 32001, 128256, 10**6]
 
 
 @pytest.fixture(params=BLOCKS)
 def backend(request):
-    if request.param == "triton":
+    if request.param != "torch":
         pytest.importorskip("triton")
     return request.param
 
@@ -30,34 +30,39 @@ def test_chunk_is_empty_or_wider_than_the_vocabulary(chunk_bytes, backend):
 
 
 @pytest.mark.parametrize("budget", [0, 1, 10**6, 2**62])
-def test_cache_is_larger_than_its_budget_or_cuts_a_chunk(budget, backend):
+def test_cache_is_larger_than_its_budget_or_cuts_a_block(budget, backend):
     """MEM-07: a budget of 0 keeps nothing."""
+    block = BLOCKS[backend]
     for rows, vocab in itertools.product(ROWS, VOCABULARIES):
-        chunk = planner.chunk_columns(rows, vocab, backend, "auto")
-        columns = planner.cache_columns(rows, vocab, chunk, budget, 2)
+        columns = planner.cache_columns(rows, vocab, block, budget, 2)
         assert 0 <= columns <= vocab
-        assert columns == vocab or columns % chunk == 0
+        assert columns == vocab or columns % block == 0
         assert rows == 0 or columns * rows * 2 <= budget
 
 
 def test_chunk_bytes_is_exceeded(backend):
-    """A chunk takes what was allowed, or one block where that is not enough."""
+    """A chunk takes what was allowed, or one block where that is not enough. Kernels that make the products keep half
+    gradients in it, and no logits unless they need copies of the weight."""
     for rows, vocab, limit in itertools.product((1, 2048), (32001, 10**6), (10**6, 10**8)):
-        chunk = planner.chunk_columns(rows, vocab, backend, limit)
-        assert chunk * rows * 4 <= limit or chunk == min(BLOCKS[backend], vocab)
+        widths = planner.chunk_widths(rows, vocab, backend, limit, copies=True)
+        for columns in (widths.logits, widths.gradient):
+            bytes_used = columns * rows * (2 if backend == "hopper" else 4)
+            assert bytes_used <= limit or columns == min(BLOCKS[backend], vocab)
 
 
 def test_automatic_chunk_is_a_large_part_of_the_logits(backend):
     """At the sizes that matter a chunk is under 5 % of the logits."""
     for rows, vocab in ((2048, 32000), (8192, 128256), (16384, 152064)):
-        widths = planner.chunk_widths(rows, vocab, backend, "auto")
+        widths = planner.chunk_widths(rows, vocab, backend, "auto", copies=True)
         assert widths.gradient <= 0.033 * vocab
         assert widths.logits <= 0.065 * vocab
 
 
 def test_automatic_cache_takes_memory_on_the_cpu():
-    assert planner.cache_budget("auto", torch.device("cpu"), 0) == 0
-    assert planner.cache_budget(123, torch.device("cpu"), 10**9) == 123
+    assert planner.free_for_cache("auto", torch.device("cpu")) == 0
+    assert planner.cache_budget("auto", 0, 0) == 0
+    assert planner.cache_budget(123, 0, 10**9) == 123
+    assert planner.cache_budget("auto", 1000, 200) == 200
 
 
 def test_cpu_chooses_triton_or_double_does():
