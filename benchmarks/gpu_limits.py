@@ -103,7 +103,7 @@ def check_ignored_and_forward(timer: Timer) -> Iterator[Check]:
 
     def forward(head=full):
         with torch.no_grad():
-            linear_token_statistics(head.x, head.w, head.y)
+            linear_token_statistics(head.x, head.w, head.y, fields=("logprob", "entropy"))
 
     def loss(coef: float):
         return lambda: linear_cross_entropy(

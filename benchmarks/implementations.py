@@ -27,7 +27,7 @@ def ours(**options) -> Statistics:
     compute = ComputeOptions(**options)
 
     def run(x, w, y):
-        statistics = linear_token_statistics(x, w, y, options=compute)
+        statistics = linear_token_statistics(x, w, y, options=compute, fields=("logprob", "entropy"))
         return statistics.logprob, statistics.entropy
 
     return run

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -9,6 +11,7 @@ from collections.abc import Callable
 import torch
 
 Functions = dict[str, Callable[[], object]]
+SECONDS, MOST_ROUNDS = 0.3, 60
 
 
 class Timer:
@@ -21,14 +24,26 @@ class Timer:
         self.flush = torch.empty(1 << 30, dtype=torch.uint8, device=device) if device.type == "cuda" else None
 
     def medians(self, functions: Functions) -> dict[str, float]:
-        """Median milliseconds of each."""
-        times: dict[str, list[float]] = {name: [] for name in functions}
-        for round_number in range(self.warmup + self.rounds):
-            for name, function in functions.items():
-                elapsed = self.once(function)
-                if round_number >= self.warmup:
-                    times[name].append(elapsed)
-        return {name: statistics.median(values) for name, values in times.items()}
+        """Median milliseconds of each, without Python's garbage collector, as timeit does."""
+        warm = [self._round(functions) for _ in range(self.warmup)]
+        more = self._short(warm[-1]) if self.device.type == "cuda" else 0
+        collecting = gc.isenabled()
+        gc.collect()
+        gc.disable()
+        try:
+            rounds = [self._round(functions) for _ in range(more + max(self.rounds, more))][more:]
+        finally:
+            if collecting:
+                gc.enable()
+        return {name: statistics.median(r[name] for r in rounds) for name in functions}
+
+    @staticmethod
+    def _short(times: dict[str, float]) -> int:
+        """Rounds that take SECONDS: short functions warm up that long and run that long, since clocks rise slowly."""
+        return min(MOST_ROUNDS, math.ceil(SECONDS / max(1e-3 * sum(times.values()), 1e-6)))
+
+    def _round(self, functions: Functions) -> dict[str, float]:
+        return {name: self.once(function) for name, function in functions.items()}
 
     def once(self, function: Callable[[], object]) -> float:
         if self.flush is None:

@@ -120,17 +120,13 @@ class Problem:
     def blocks(self, columns: int) -> int:
         return -(-columns // self.block_columns)
 
-    def chunk_blocks(self, start: int, stop: int) -> slice:
-        return slice(start // self.block_columns, self.blocks(stop))
-
     def chunks(self, bounds: list[tuple[int, int]]) -> Iterator[Chunk]:
         """The bounds with the parameters' views, cut while the device works on the chunk before."""
         t, accumulator = self.tensors, self.products.accumulator
         bias = None if t.bias is None else t.bias.to(accumulator)
         class_weight = None if t.class_weight is None else t.class_weight.to(accumulator)
         for start, stop in bounds:
-            views = (None if v is None else v.narrow(0, start, stop - start) for v in (t.weight, bias, class_weight))
-            yield Chunk(start, stop, *views)
+            yield Chunk(start, stop, *(part(v, start, stop) for v in (t.weight, bias, class_weight)))
 
     def operand(self, chunk: Chunk) -> Tensor:
         assert chunk.weight is not None
@@ -142,6 +138,12 @@ class Problem:
             return self.backend.Operands(self.x, self.operand(chunk))
         assert out is not None
         return self.products.logits(self.x, self.operand(chunk), out)
+
+
+def part(tensor: Any, start: int, stop: int, dim: int = 0) -> Any:
+    """A range of an optional tensor; all of it as it is, since a view takes the host 5 us."""
+    whole = tensor is None or (start == 0 and stop == tensor.shape[dim])
+    return tensor if whole else tensor.narrow(dim, start, stop - start)
 
 
 class Buffer:
@@ -177,7 +179,9 @@ def forward(tensors: Tensors, settings: Settings) -> tuple[list[Tensor | None], 
     outputs, residuals = problem.backend.finish(
         whole, problem.target, problem.index, tensors.target.shape[0], settings.sizes.vocab_size, settings.wanted
     )
-    block_max = partials[: problem.blocks(cache.shape[1]), ROW_MAX].clone()
+    # A copy, so that the partials are freed.
+    cached_blocks = problem.blocks(cache.shape[1])
+    block_max = partials[:cached_blocks, ROW_MAX].clone() if cached_blocks else partials.new_empty(0, partials.shape[2])
     return outputs, Kept(_padded(residuals, size), cache, _padded(block_max, size))
 
 
@@ -202,9 +206,10 @@ def _partials(problem: Problem, cache: Tensor) -> Tensor:  # [blocks, FIELDS, R]
     for chunk in p.chunks(bounds):
         room = None if buffer is None else buffer.view(chunk.stop - chunk.start)
         z = p.x[:, : p.columns] if given else p.logits(chunk, room)
-        kept = cache[:rows, chunk.start : chunk.stop] if chunk.stop <= cached else None
-        part = partials[p.chunk_blocks(chunk.start, chunk.stop)]
-        statistics(z, chunk.bias, chunk.class_weight, p.sizes.vocab_start + chunk.start, part, kept)
+        kept = part(part(cache, 0, rows), chunk.start, chunk.stop, dim=1) if chunk.stop <= cached else None
+        first, last = chunk.start // p.block_columns, p.blocks(chunk.stop)
+        here = part(partials, first, last)
+        statistics(z, chunk.bias, chunk.class_weight, p.sizes.vocab_start + chunk.start, here, kept)
     return partials
 
 

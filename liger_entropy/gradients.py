@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from . import distributed
-from .engine import Buffer, Chunk, Kept, Problem, Settings, Tensors, Upstream, steps
+from .engine import Buffer, Chunk, Kept, Problem, Settings, Tensors, Upstream, part, steps
 from .equations import put
 
 # A cached chunk is this part of the cache: an eighth more memory leaves 8 passes over dx.
@@ -57,7 +57,8 @@ class Accumulation:
         self.dw = _zeros_beyond(t.weight, p.columns) if need_weight else None
         self.db = _zeros_beyond(t.bias, p.columns) if need_bias else None
         self.sum = None  # of the ranks' dx, under way
-        self.free = _free_end(self.dw, p)
+        cached = kept.cache.shape[1] >= p.columns
+        self.free = None if cached or p.sizes.wide_columns == 0 else _free_end(self.dw, p)
         self.piece = 0 if p.makes_products else p.sizes.logits_columns
         self.cached, self.wide, self.narrow = self._bounds()
         self.room = Buffer(p.x, self.narrow, p.products.gradient_dtype if p.makes_products else p.products.accumulator)
@@ -73,9 +74,10 @@ class Accumulation:
 
     def _bounds(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]], list[tuple[int, int]]]:
         """Consecutive chunks: cached ones, wide ones in the free end of dw, narrow ones in room of their own."""
-        p, s, block = self.problem, self.problem.sizes, self.problem.block_columns
+        p, s = self.problem, self.problem.sizes
         cached = min(self.kept.cache.shape[1], p.columns)
-        first = steps(0, cached, max(s.gradient_columns, p.blocks(cached // CACHED_CHUNKS) * block))
+        unit = max(1, round(cached / CACHED_CHUNKS / p.backend.CHUNK_COLUMNS)) * p.backend.CHUNK_COLUMNS
+        first = steps(0, cached, max(s.gradient_columns, unit))
         wide, start = [], cached
         while (step := self._fitting(p.columns - start)) > s.gradient_columns:
             wide.append((start, start + step))
@@ -111,8 +113,10 @@ class Accumulation:
     def _cached(self, chunk: Chunk) -> Tensor:
         p, rows = self.problem, self.problem.x.shape[0]
         out = self.cached_room.view(chunk.stop - chunk.start)
-        block_max = self.kept.block_max[p.chunk_blocks(chunk.start, chunk.stop), :rows]
-        self._apply(self.kept.cache[:rows, chunk.start : chunk.stop], block_max, chunk, out)
+        first, last = chunk.start // p.block_columns, p.blocks(chunk.stop)
+        block_max = part(part(self.kept.block_max, first, last), 0, rows, dim=1)
+        cached = part(part(self.kept.cache, 0, rows), chunk.start, chunk.stop, dim=1)
+        self._apply(cached, block_max, chunk, out)
         return out
 
     def _narrow(self, chunk: Chunk) -> Tensor:
@@ -152,7 +156,7 @@ class Accumulation:
             if chunk.stop == p.columns:
                 self._start_sum()
         if self.dw is not None:
-            p.products.weight_gradient(g, p.x, out=self.dw[chunk.start : chunk.stop])
+            p.products.weight_gradient(g, p.x, out=part(self.dw, chunk.start, chunk.stop))
 
     def _start_sum(self) -> None:
         """Add up the ranks' parts of dx, beside the last chunk's dw. An empty shard comes here without a chunk."""
@@ -161,9 +165,9 @@ class Accumulation:
 
 
 def _free_end(dw: Tensor | None, problem: Problem) -> Tensor | None:
-    """The bytes of dw that chunks will write, None if wide chunks are not wanted or dw is not laid out row by row."""
+    """The bytes of dw that chunks will write, None if dw is not laid out row by row."""
     p = problem
-    if dw is None or p.columns == 0 or p.sizes.wide_columns == 0:
+    if dw is None or p.columns == 0:
         return None
     used = dw[: p.columns]
     return used.view(-1).view(torch.uint8) if used.is_contiguous() else None

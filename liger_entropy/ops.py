@@ -231,7 +231,7 @@ _run_backward = torch.compiler.disable(_token_statistics_backward)
 
 
 class _Direct(torch.autograd.Function):
-    """The op token_statistics without the dispatcher. A setup_context would have torch inspect signatures, 40 us a call."""
+    """The op without the dispatcher. A setup_context would have torch inspect signatures, 40 us a call."""
 
     @staticmethod
     def forward(ctx, *arguments):

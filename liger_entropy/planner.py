@@ -147,7 +147,8 @@ def chunk_widths(rows: int, vocab: int, backend: str, chunk_bytes: int | str, co
     least = 32 * MiB // row_bytes if rows < 2048 else 0
     gradient = _whole_blocks(round(max(vocab / share, least) / block), block, vocab)
     if makes_products:
-        return Widths(gradient if copies else max(1, vocab), gradient, min(vocab, 4 * gradient))
+        wide = _whole_blocks(round(4 * gradient / module.CHUNK_COLUMNS), module.CHUNK_COLUMNS, vocab)
+        return Widths(gradient if copies else max(1, vocab), gradient, wide)
     return Widths(min(vocab, 2 * gradient), gradient, min(vocab, 8 * gradient))
 
 

@@ -55,7 +55,7 @@ def selected_logprobs(
     any_kept = torch.where(kept.any(-1), 0, -100).view(input.shape[:-1])
     statistics = linear_token_statistics(
         input, linear_weight, any_kept, linear_bias=linear_bias, softcap=softcap, logit_scale=logit_scale,
-        temperature=temperature, options=options,
+        temperature=temperature, options=options, fields=("lse",),
     )  # fmt: skip
     x = input.reshape(-1, input.shape[-1])
     z = _SelectedLogits.apply(x, linear_weight, ids, _product_dtype(input, linear_weight))

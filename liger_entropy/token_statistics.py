@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Collection
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -48,6 +50,7 @@ def linear_token_statistics(
     process_group: Any = None,
     options: ComputeOptions | None = None,
     vocab_size: int | None = None,
+    fields: Collection[str] | None = None,
 ) -> TokenStatistics:
     """Log-probability, entropy and more of every token, without the ``[T, V]`` logits.
 
@@ -75,14 +78,16 @@ def linear_token_statistics(
         options: :class:`ComputeOptions`.
         vocab_size: V where the weight has more rows: those at the end are padding, without mass and with gradient 0,
             whatever they hold. Worth giving with process_group: it tells a sharded weight from a whole one.
+        fields: which statistics are wanted, None: all. Those not named come back empty and cost nothing; logprob and
+            lse are always there.
 
     Returns:
-        TokenStatistics, each field in the target's shape.
+        TokenStatistics, each wanted field in the target's shape.
 
     Raises:
-        ValueError: shapes that do not match, a label outside ``[0, V)`` that is not ignore_index, temperature or
-            softcap not positive, tensors on different devices, ranks of process_group whose arguments do not fit
-            together, a DTensor with other placements.
+        ValueError: an unknown field, shapes that do not match, a label outside ``[0, V)`` that is not ignore_index,
+            temperature or softcap not positive, tensors on different devices, ranks of process_group whose arguments do
+            not fit together, a DTensor with other placements.
         TypeError: dtypes that do not fit, or a class_weight or temperature that requires grad.
         RuntimeError: an explicit backend that cannot run; a second derivative; another rank of process_group raised.
     """
@@ -90,7 +95,17 @@ def linear_token_statistics(
         input, linear_weight, target, linear_bias, class_weight, ignore_index, softcap, logit_scale, temperature,
         process_group, vocab_size,
     )  # fmt: skip
-    return call.statistics(options or ComputeOptions(), entropy=True, smooth=True, prediction=True)
+    return call.statistics(options or ComputeOptions(), **_wanted(fields))
+
+
+def _wanted(names: Collection[str] | None) -> dict[str, bool]:
+    """The optional statistics, as Call.statistics takes them."""
+    known = [field.name for field in dataclasses.fields(TokenStatistics)]
+    for name in () if names is None else names:
+        if name not in known:
+            raise ValueError(f"fields: expected names among {', '.join(known)}, got {name!r}")
+    optional = {"entropy": "entropy", "smooth": "smooth_logprob", "prediction": "prediction"}
+    return {argument: names is None or name in names for argument, name in optional.items()}
 
 
 class Call:

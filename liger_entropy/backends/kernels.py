@@ -237,7 +237,7 @@ def statistics_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["block_max_stride", "rows", "offset"],
+    do_not_specialize=["block_max_stride", "programs", "rows", "offset"],
     do_not_specialize_on_alignment=[
         "block_max_ptr",
         "target_ptr",
@@ -260,6 +260,7 @@ def gradient_kernel(
     coefficient_ptr,  # [4, R] fp32
     out_ptr,  # [R, C]; may lie over z, its rows at the same addresses, its elements no wider than z's
     out_row_stride,
+    programs,  # of the same rows
     rows,
     columns,
     offset,
@@ -277,12 +278,13 @@ def gradient_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """dL/da of ROWS rows, program (rows, i) taking blocks i, i + programs, ...
+    """dL/da of ROWS rows. Of the `programs` that share them the i-th takes blocks i, i + programs, ...; they come one
+    after the other in the grid and so read one stretch of memory at a time.
 
     To write over z, launch one program a row. Its blocks go in order, and block i of out ends before block i + 1 of z
     begins, since elements of out are no wider: only loads and stores of the same block need the barrier.
     """
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    row = (tl.program_id(0) // programs).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     row_mask = row < rows
     p_coefficient, log_p_coefficient, target_coefficient, smooth_coefficient, active = tl_coefficients(
         coefficient_ptr, row, rows, row_mask
@@ -291,7 +293,7 @@ def gradient_kernel(
     row_max = tl.load(residual_ptr + row, mask=row_mask, other=0.0)
     log_norm = tl.load(residual_ptr + rows + row, mask=row_mask, other=0.0)
     scale = tl_scale(temperature_ptr, row, row_mask, inverse_temperature, TEMPERATURE)
-    for start in range(tl.program_id(1) * BLOCK, columns, tl.num_programs(1) * BLOCK):
+    for start in range(tl.program_id(0) % programs * BLOCK, columns, programs * BLOCK):
         column = start + tl.arange(0, BLOCK)
         column_mask = column < columns
         mask = row_mask[:, None] & column_mask[None, :]

@@ -20,6 +20,7 @@ from .row_kernels import coefficient_kernel, finish_kernel, inspect_kernel
 BLOCK_COLUMNS = 1024
 GIVEN_COLUMNS = 8 * BLOCK_COLUMNS
 WARPS = 1
+CHUNK_COLUMNS = BLOCK_COLUMNS
 # The products are made outside the kernels, into a chunk of logits.
 MAKES_PRODUCTS = False
 
@@ -147,22 +148,21 @@ class Gradient:
         out: Tensor,  # [R, C], written; may lie over z
     ) -> None:
         transform, (rows, columns) = self.transform, z.shape
+        rows_each, block = (1, _block(columns)) if block_max is None else self.cached_block
+        programs = 1 if out.data_ptr() == z.data_ptr() else _ceil_divide(columns, block)
         arguments = (
             z, z.stride(0), z.stride(1), z if block_max is None else block_max,
             0 if block_max is None else block_max.stride(0), self.target, as_float(bias, z), as_float(class_weight, z),
-            self.temperature, self.residuals, self.coefficients, out, out.stride(0), rows, columns, offset,
+            self.temperature, self.residuals, self.coefficients, out, out.stride(0), programs, rows, columns, offset,
             transform.logit_scale, transform.softcap, transform.inverse_temperature,
         )  # fmt: skip
-        block = _block(columns) if block_max is None else self.cached_block[1]
-        rows_each = 1 if block_max is None else self.cached_block[0]
         constants = transform_flags(bias, class_weight, transform) | dict(
             HAS_CACHE=block_max is not None, WITH_ENTROPY=self.flags[0], WITH_SMOOTH=self.flags[1],
             ROWS=rows_each, BLOCK=block,
         )  # fmt: skip
-        programs = 1 if out.data_ptr() == z.data_ptr() else _ceil_divide(columns, block)
         kinds = kind(z), kind(bias), kind(class_weight), kind(out)
         key = (*kinds, z.stride(), out.stride(0), columns)
-        launch(gradient_kernel, (_ceil_divide(rows, rows_each), programs, 1), key, arguments, constants, WARPS)
+        launch(gradient_kernel, (_ceil_divide(rows, rows_each) * programs, 1, 1), key, arguments, constants, WARPS)
 
 
 def _to_host(tensor: Tensor) -> Callable[[], list]:

@@ -62,7 +62,7 @@ def linear_cross_entropy(
     statistics = linear_token_statistics(
         _shared(hidden, dist_process_group), _vocabulary_first(weight, hidden), labels, linear_bias=bias,
         ignore_index=ignore_index, temperature=_per_token(temperature, labels), process_group=dist_process_group,
-        options=options,
+        options=options, fields=("logprob", "entropy"),
     )  # fmt: skip
     logprobs = statistics.logprob.reshape(-1)
     if reduction.lower() != "none":
