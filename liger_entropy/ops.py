@@ -243,13 +243,8 @@ class _Direct(torch.autograd.Function):
 
 
 def traced(x: Tensor) -> bool:
-    """Somebody looks for ops: a compiler, a tensor subclass, a dispatch mode, a transform of torch.func."""
-    return (
-        torch.compiler.is_compiling()
-        or type(x) not in (Tensor, Parameter)
-        or is_in_torch_dispatch_mode()
-        or torch._C._are_functorch_transforms_active()
-    )
+    """Somebody looks for ops: a compiler, a tensor subclass, a dispatch mode."""
+    return torch.compiler.is_compiling() or type(x) not in (Tensor, Parameter) or is_in_torch_dispatch_mode()
 
 
 def token_statistics(*arguments):

@@ -6,8 +6,9 @@ import functools
 import importlib.util
 import os
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ class ComputeOptions:
         backend: ``"triton"`` (CUDA, or CPU under TRITON_INTERPRET=1), ``"torch"`` (any device), or ``"auto"``: Triton
             on CUDA, torch elsewhere and for fp64. An explicit backend that cannot run raises RuntimeError.
         chunk_bytes: size of the buffer for one chunk's fp32 logits, or ``"auto"`` (see :func:`chunk_widths`).
-            A chunk is at least one block of columns wide (torch 1024, triton 2048).
+            A chunk is at least one block of columns wide (1024; 256 on Hopper GPUs, for half dtypes).
         cache_bytes: how many bytes of logits the forward may keep for the backward, which then recomputes only the
             rest. ``"auto"``: a quarter of the GPU memory that is free at that moment after setting the gradients'
             room aside, nothing on CPU, while compiling, or during CUDA-graph capture. A cache that cannot be
@@ -57,10 +58,23 @@ class ComputeOptions:
                 raise ValueError(f"{name}: expected True or False, got {getattr(self, name)!r}")
 
 
+# Not functools.cache, which Dynamo looks through, with a warning.
+_known: dict[object, object] = {}
+
+
+def _once(key: object, find: Callable[[], Any]) -> Any:
+    if key not in _known:
+        _known[key] = find()
+    return _known[key]
+
+
 @torch.compiler.assume_constant_result
-@functools.cache
 def triton_missing() -> str | None:
     """Why Triton cannot be imported, or None."""
+    return _once("triton", _look_for_triton)
+
+
+def _look_for_triton() -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "the package triton is not installed"
     try:
@@ -100,9 +114,10 @@ def choose_backend(requested: str, device: torch.device, dtype: torch.dtype) -> 
 
 
 @torch.compiler.assume_constant_result
-@functools.cache
 def _is_hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 9
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return _once(device, lambda: torch.cuda.get_device_capability(device)[0] == 9)
 
 
 def choose_kernels(backend: str, weight: Tensor | None, dtype: torch.dtype) -> str:

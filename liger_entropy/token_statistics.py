@@ -228,7 +228,7 @@ class Call:
         """Columns of a chunk of logits, of a chunk in the backward's products, of its widest ones, and of the cache."""
         if self.weight is None:
             return columns, columns, 0, 0
-        copies = self.weight.dtype != self.dtype
+        copies = self.weight.dtype != self.dtype or not (ops.traced(self.weight) or self.weight.data_ptr() % 16 == 0)
         widths = planner.chunk_widths(rows, columns, backend, options.chunk_bytes, copies)
         plan = widths.logits, widths.gradient, widths.wide
         if not torch.is_grad_enabled():

@@ -1,7 +1,8 @@
-"""The two backends: ``eager`` (plain torch, any device) and ``triton`` (CUDA, or CPU under TRITON_INTERPRET=1).
+"""The backends: ``eager`` (plain torch, any device), ``triton`` (CUDA, or CPU under TRITON_INTERPRET=1), and ``hopper``,
+which takes triton's place where its kernels can make the products themselves.
 
-Both offer ``Statistics``, ``Gradient``, ``inspect``, ``finish`` and ``coefficients`` with the same arguments; ``get``
-picks one by its public name.
+All offer ``Statistics``, ``Gradient``, ``inspect``, ``finish`` and ``coefficients`` with the same arguments; ``get``
+picks one by name.
 """
 
 from __future__ import annotations
