@@ -100,7 +100,7 @@ def compose(
         class_of_target = _weight_of(torch.where(kept, target, 0), class_weight, dtype)
     total = kept.sum() if weight is None else weight.sum()
 
-    def reduce(values: Tensor, divisor: Tensor = total) -> Tensor:
+    def reduce(values: Any, divisor: Tensor = total) -> Tensor:
         return _reduce(_weighted(weight, values), divisor, options.reduction, reduction_group)
 
     ce, z, entropy = _parts(statistics, class_of_target, options)

@@ -8,6 +8,7 @@ dispatcher: its layers around Python ops took 250 us of a step, as long as T=128
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -146,7 +147,7 @@ def _backward(ctx, *upstream):
     needs = [ctx.needs_input_grad[field] for field in fields]
     # With create_graph the op is there to refuse second derivatives.
     as_op = torch.is_grad_enabled() or traced(tensors.x)
-    run = torch.ops.liger_entropy.token_statistics_backward.default if as_op else _run_backward
+    run: Any = torch.ops.liger_entropy.token_statistics_backward.default if as_op else _run_backward
     results = run(*upstream, *tensors, *kept, *ctx.settings, *needs)
     for field, need, result in zip(fields, needs, results, strict=True):
         none[field] = result if need else None

@@ -1,4 +1,4 @@
-"""The backends: ``eager`` (plain torch, any device), ``triton`` (CUDA, or CPU under TRITON_INTERPRET=1), and ``hopper``,
+"""The backends: ``eager`` (plain torch, any device), ``triton`` (CUDA, or CPU under TRITON_INTERPRET=1) and ``hopper``,
 which takes triton's place where its kernels can make the products themselves.
 
 All offer ``Statistics``, ``Gradient``, ``inspect``, ``finish`` and ``coefficients`` with the same arguments; ``get``

@@ -9,7 +9,7 @@ D=4096, V=128256, bf16, ms): x w^T by cuBLAS 12.56; with statistics 12.56 (128 x
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -64,7 +64,7 @@ def _descriptor(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
     row_bytes = tensor.stride(0) * tensor.element_size()
     if tensor.stride(1) != 1 or tensor.data_ptr() % ALIGNED or row_bytes % ALIGNED:
         tensor = tensor.clone(memory_format=torch.contiguous_format)
-    return TensorDescriptor(tensor, tensor.shape, tensor.stride(), [rows, columns])
+    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [rows, columns])
 
 
 def _launch_product(
@@ -75,7 +75,7 @@ def _launch_product(
     x = _descriptor(z.x, tile.rows, tile.depth)
     w = _descriptor(z.w, tile.columns, tile.depth)
     half = [tile.rows, tile.columns // 2]
-    out = x if written is None else TensorDescriptor(written, written.shape, written.stride(), half)
+    out = x if written is None else TensorDescriptor(written, list(written.shape), list(written.stride()), half)
     constants = constants | dict(BLOCK_ROWS=tile.rows, BLOCK_COLUMNS=tile.columns, BLOCK_DEPTH=tile.depth)
     blocks = -(-rows // tile.rows) * -(-columns // BLOCK_COLUMNS)
     launch(
@@ -87,7 +87,7 @@ def _launch_product(
 class Statistics(triton.Statistics):
     """As the base, of :class:`Operands`."""
 
-    def __call__(self, z, bias, class_weight, offset, partials, cache) -> None:
+    def __call__(self, z: Any, bias, class_weight, offset, partials, cache) -> None:
         entropy, smooth, prediction = self.wanted
         t, tile = self.transform, READ_TILE if cache is None else WRITTEN_TILE
         constants = transform_flags(bias, class_weight, t) | dict(
@@ -106,7 +106,7 @@ class Gradient(triton.Gradient):
 
     cached_block = 4, BLOCK_COLUMNS
 
-    def __call__(self, z, block_max, bias, class_weight, offset, out) -> None:
+    def __call__(self, z: Any, block_max, bias, class_weight, offset, out) -> None:
         if block_max is not None:
             super().__call__(z, block_max, bias, class_weight, offset, out)
             return
