@@ -76,8 +76,8 @@ class Accumulation:
         """Consecutive chunks: cached ones, wide ones in the free end of dw, narrow ones in room of their own."""
         p, s = self.problem, self.problem.sizes
         cached = min(self.kept.cache.shape[1], p.columns)
-        unit = max(1, round(cached / CACHED_CHUNKS / p.backend.CHUNK_COLUMNS)) * p.backend.CHUNK_COLUMNS
-        first = steps(0, cached, max(s.gradient_columns, unit))
+        share = p.blocks(cached // CACHED_CHUNKS) * p.block_columns
+        first = steps(0, cached, max(s.gradient_columns, share))
         wide, start = [], cached
         while (step := self._fitting(p.columns - start)) > s.gradient_columns:
             wide.append((start, start + step))

@@ -36,6 +36,9 @@ class TokenStatistics:
     prediction: Tensor  # argmax_j z_j, the first of equals
 
 
+_FIELDS = tuple(field.name for field in dataclasses.fields(TokenStatistics))
+
+
 def linear_token_statistics(
     input: Tensor,
     linear_weight: Tensor,
@@ -100,10 +103,9 @@ def linear_token_statistics(
 
 def _wanted(names: Collection[str] | None) -> dict[str, bool]:
     """The optional statistics, as Call.statistics takes them."""
-    known = [field.name for field in dataclasses.fields(TokenStatistics)]
     for name in () if names is None else names:
-        if name not in known:
-            raise ValueError(f"fields: expected names among {', '.join(known)}, got {name!r}")
+        if name not in _FIELDS:
+            raise ValueError(f"fields: expected names among {', '.join(_FIELDS)}, got {name!r}")
     optional = {"entropy": "entropy", "smooth": "smooth_logprob", "prediction": "prediction"}
     return {argument: names is None or name in names for argument, name in optional.items()}
 

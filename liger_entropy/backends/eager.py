@@ -23,7 +23,6 @@ from ..equations import (
 # One partial is one block of at most this many columns.
 BLOCK_COLUMNS = 1024
 GIVEN_COLUMNS = BLOCK_COLUMNS  # the same of given logits
-CHUNK_COLUMNS = BLOCK_COLUMNS
 MAKES_PRODUCTS = False
 # A tile and its scratch, 2 x 1 MiB in fp32, fit the L2 and L3 share of two cores; larger tiles ran 1.4 to 4 times
 # slower through the same passes (T=2048, V=32000, fp32, Zen 3).

@@ -23,9 +23,6 @@ __all__ = ["BLOCK_COLUMNS", "MAKES_PRODUCTS", "Gradient", "Operands", "Statistic
 
 # One partial is this many columns.
 BLOCK_COLUMNS = 256
-# Wide chunks of the backward are multiples of it. 33 tiles of columns by a multiple of 4 tiles of rows fill the 132
-# multiprocessors in whole rounds, here and in cuBLAS's dw = g^T x: 63 tiles at T=8192, D=4096 took 16 rounds for 15.3.
-CHUNK_COLUMNS = 33 * BLOCK_COLUMNS
 
 
 class Tile(NamedTuple):

@@ -20,7 +20,6 @@ from .row_kernels import coefficient_kernel, finish_kernel, inspect_kernel
 BLOCK_COLUMNS = 1024
 GIVEN_COLUMNS = 8 * BLOCK_COLUMNS
 WARPS = 1
-CHUNK_COLUMNS = BLOCK_COLUMNS
 # The products are made outside the kernels, into a chunk of logits.
 MAKES_PRODUCTS = False
 

@@ -23,9 +23,10 @@ def plain(argument):
 def recorded(monkeypatch):
     """Arguments of every call of the three operators."""
     calls = {name: [] for name in ("token_statistics", "token_statistics_backward", "inspect_rows")}
-    for name, called in (("token_statistics", "token_statistics"), ("inspect_rows", "Inspection")):
-        original = getattr(ops, called)
-        monkeypatch.setattr(ops, called, lambda *a, _o=original, _n=name: calls[_n].append(a) or _o(*a))
+    original = ops.token_statistics
+    monkeypatch.setattr(ops, "token_statistics", lambda *a: calls["token_statistics"].append(a) or original(*a))
+    inspection = ops.Inspection  # whose last argument, `later`, is not the operator's
+    monkeypatch.setattr(ops, "Inspection", lambda *a: calls["inspect_rows"].append(a[:7]) or inspection(*a))
     backward = gradients.backward
 
     def record(*parts):
