@@ -137,8 +137,4 @@ CLASSES = {
 
 
 if __name__ == "__main__":
-    from liger_entropy.backends import triton
-
-    # Narrower blocks than a GPU's: this vocabulary then has three, and the kernels' partials are merged.
-    triton.BLOCK_COLUMNS = 512
     print(json.dumps(asdict(CLASSES[sys.argv[1]].run(sys.argv[2]))))

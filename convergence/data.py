@@ -12,7 +12,7 @@ from torch import Tensor
 
 from liger_entropy.demo.text import batches, encode, read_corpus, train_tokenizer
 
-# More than one block of columns of the torch backend (1024), and no multiple of anything.
+# More than one block of columns of either backend (1024), and no multiple of anything.
 VOCABULARY = 1100
 BATCH, LENGTH = 4, 33
 # The first tokens of every window are a prompt without labels, as in instruction tuning.

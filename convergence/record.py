@@ -55,7 +55,7 @@ def record(name: str) -> str:
 
 
 def write(path: Path, content: dict) -> None:
-    """JSON with six digits and one line for every list or leaf dict, so that a changed field is a changed line."""
+    """JSON with the nine digits that fp32 needs, one line for every list or leaf dict: a changed field is one line."""
     path.parent.mkdir(exist_ok=True)
     path.write_text(_json(content, "") + "\n")
 
@@ -69,7 +69,7 @@ def _json(value, indent: str) -> str:
         return "{" + ", ".join(f"{json.dumps(key)}: {_json(item, indent)}" for key, item in value.items()) + "}"
     if isinstance(value, list):
         return "[" + ", ".join(_json(item, indent) for item in value) + "]"
-    return f"{value:.6g}" if isinstance(value, float) else json.dumps(value)
+    return f"{value:.9g}" if isinstance(value, float) else json.dumps(value)
 
 
 def recorded(name: str) -> tuple[dict[str, str], Trajectory]:
