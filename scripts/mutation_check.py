@@ -46,7 +46,7 @@ class Fault(NamedTuple):
 
     @property
     def interpret(self) -> bool:
-        return self.tests == ("tests/interpret",)
+        return all(name.startswith("tests/interpret") for name in self.tests)
 
 
 class Outcome(NamedTuple):
