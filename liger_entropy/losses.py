@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from . import distributed
+from .checks import check_float, finite
 from .planner import ComputeOptions
-from .token_statistics import Call, TokenStatistics, _check_float, _finite
+from .token_statistics import Call, TokenStatistics
 
 if TYPE_CHECKING:
     from liger_kernel.transformers.functional import CrossEntropyOutput as _LigerOutput
@@ -62,10 +63,10 @@ class LossOptions:
     def __post_init__(self):
         if self.reduction not in ("mean", "sum", "none"):
             raise ValueError(f"reduction: expected 'mean', 'sum' or 'none', got {self.reduction!r}")
-        if not 0.0 <= _finite("label_smoothing", self.label_smoothing) <= 1.0:
+        if not 0.0 <= finite("label_smoothing", self.label_smoothing) <= 1.0:
             raise ValueError(f"label_smoothing: expected a number in [0, 1], got {self.label_smoothing}")
-        _finite("lse_square_scale", self.lse_square_scale)
-        _finite("entropy_coef", self.entropy_coef)
+        finite("lse_square_scale", self.lse_square_scale)
+        finite("entropy_coef", self.entropy_coef)
         for name in ("return_entropy_loss", "return_z_loss", "return_token_accuracy", "return_predicted_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name}: expected True or False, got {getattr(self, name)!r}")
@@ -224,7 +225,7 @@ def _reduction_group(group: Any, loss_options: LossOptions, call: Call) -> str:
 
 
 def _checked_token_weight(token_weight, target: Tensor) -> Tensor:
-    _check_float("token_weight", token_weight)
+    check_float("token_weight", token_weight)
     if token_weight.numel() != target.numel():
         raise ValueError(
             f"token_weight: expected one value per token, {tuple(target.shape)}, got {tuple(token_weight.shape)}"

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from .checks import finite, positive
 from .liger_api import check_liger_arguments, liger_cross_entropy, liger_fused_linear_cross_entropy
 from .losses import CrossEntropyOutput, LossOptions
 from .planner import ComputeOptions
-from .token_statistics import _finite, _positive
 
 if TYPE_CHECKING:
     from liger_kernel.transformers import LigerCrossEntropyLoss as _LigerCrossEntropyLoss
@@ -156,10 +156,10 @@ class LigerCrossEntropyLoss(_LigerCrossEntropyLoss):
 def _check_transform(softcap, logit_scale, temperature) -> None:
     """What every call would refuse is refused when the module is made, as in Liger."""
     if softcap is not None:
-        _positive("softcap", softcap)
-    _finite("logit_scale", logit_scale)
+        positive("softcap", softcap)
+    finite("logit_scale", logit_scale)
     if temperature is not None and not isinstance(temperature, Tensor):
-        _positive("temperature", temperature)
+        positive("temperature", temperature)
 
 
 def _moved(class_weight: Tensor | None, input: Tensor) -> Tensor | None:

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .checks import product_dtype
 from .planner import ComputeOptions
 from .products import Products
-from .token_statistics import _product_dtype, linear_token_statistics
+from .token_statistics import linear_token_statistics
 
 
 def selected_logprobs(
@@ -58,7 +59,7 @@ def selected_logprobs(
         temperature=temperature, options=options, fields=("lse",),
     )  # fmt: skip
     x = input.reshape(-1, input.shape[-1])
-    z = _SelectedLogits.apply(x, linear_weight, ids, _product_dtype(input, linear_weight))
+    z = _SelectedLogits.apply(x, linear_weight, ids, product_dtype(input, linear_weight))
     z = _transformed(z if linear_bias is None else z + linear_bias.to(z.dtype)[ids], softcap, logit_scale, temperature)
     return torch.where(kept, z - statistics.lse.reshape(-1, 1), 0.0).view(token_ids.shape)
 

@@ -1,9 +1,8 @@
-"""linear_token_statistics: checks, flattening, dropping of ignored tokens, and the call of the operator."""
+"""linear_token_statistics: flattening, dropping of ignored tokens, and the call of the operator."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Collection
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -13,12 +12,10 @@ import torch
 from torch import Tensor
 
 from . import backends, distributed, dtensor, ops, planner
+from .checks import check_tensors, checked_temperature, checked_vocab_size, finite, integer, positive, product_dtype
 from .distributed import Facts, Layout
 from .engine import Settings, Sizes
 from .planner import ComputeOptions
-
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 @dataclass(frozen=True)
@@ -127,21 +124,21 @@ class Call:
         return nullcontext() if self.group is None else distributed.telling(self.group, self.target)
 
     def _check(self, ignore_index, softcap, logit_scale, temperature, vocab_size) -> None:
-        _check_tensors(self.input, self.weight, self.target, self.bias, self.class_weight, self.group is not None)
+        check_tensors(self.input, self.weight, self.target, self.bias, self.class_weight, self.group is not None)
         self.labels, self.shape = self.target, tuple(self.target.shape)
         self.rows = self.input.shape[-1] if self.weight is None else self.weight.shape[0]
-        self.vocab_size = 0 if vocab_size is None else _vocab_size(vocab_size)
+        self.vocab_size = 0 if vocab_size is None else checked_vocab_size(vocab_size)
         self.input = self.input.reshape(self.target.numel(), self.input.shape[-1])
         self.target = self.target.reshape(-1).to(torch.int64)
-        self.ignore_index = -100 if ignore_index is None else _integer("ignore_index", ignore_index)
-        self.softcap = 0.0 if softcap is None else _positive("softcap", softcap)
-        self.logit_scale = _finite("logit_scale", logit_scale)
+        self.ignore_index = -100 if ignore_index is None else integer("ignore_index", ignore_index)
+        self.softcap = 0.0 if softcap is None else positive("softcap", softcap)
+        self.logit_scale = finite("logit_scale", logit_scale)
         self.temperature, self.inverse_temperature = None, 1.0
         if isinstance(temperature, Tensor):
-            self.temperature = _temperature(temperature, self.target)
+            self.temperature = checked_temperature(temperature, self.target)
         elif temperature is not None:
-            self.inverse_temperature = 1.0 / _positive("temperature", temperature)
-        self.dtype = _product_dtype(self.input, self.weight)
+            self.inverse_temperature = 1.0 / positive("temperature", temperature)
+        self.dtype = product_dtype(self.input, self.weight)
 
     def statistics(self, options: ComputeOptions, *, entropy: bool, smooth: bool, prediction: bool) -> TokenStatistics:
         """Run the operator; a statistic that is not wanted comes back empty. class_weight is all of it from here on."""
@@ -243,112 +240,3 @@ class Call:
 
 def _nothing() -> None:
     """Labels that were checked need no later check."""
-
-
-def _check_tensors(input, weight, target, bias, class_weight, sharded: bool) -> None:
-    """Types, dtypes, devices and shapes, before any work. A shard of the vocabulary may be empty."""
-    name = "logits" if weight is None else "input"
-    _check_float(name, input)
-    if not isinstance(target, Tensor) or target.dtype not in _INTEGERS:
-        kind = target.dtype if isinstance(target, Tensor) else type(target).__name__
-        raise TypeError(f"target: expected an integer tensor of class indices, got {kind}")
-    empty = input.ndim > 0 and input.shape[-1] == 0 and not (sharded and weight is None)
-    if input.ndim < 1 or math.prod(input.shape[:-1]) != target.numel() or empty:
-        raise ValueError(
-            f"target: {name} of shape {tuple(input.shape)} holds one row per token, "
-            f"but target has shape {tuple(target.shape)}"
-        )
-    if weight is not None:
-        _check_weight(input, weight, sharded)
-    for label, vector in (("linear_bias", bias), ("class_weight", class_weight)):
-        if vector is not None:
-            _check_float(label, vector)
-            # How many class weights there must be depends on the other ranks, see Call._shard_class_weight.
-            rows = input.shape[-1] if weight is None else weight.shape[0]
-            size = len(vector) if vector is class_weight and vector.ndim == 1 else rows
-            if tuple(vector.shape) != (size,):
-                raise ValueError(f"{label}: expected shape ({size},), one value per class, got {tuple(vector.shape)}")
-    if class_weight is not None and class_weight.requires_grad:
-        raise TypeError("class_weight: requires grad, but the loss is not differentiable in it; pass it detached")
-    for label, tensor in (
-        ("linear_weight", weight),
-        ("target", target),
-        ("linear_bias", bias),
-        ("class_weight", class_weight),
-    ):
-        if tensor is not None and tensor.device != input.device:
-            raise ValueError(f"{label}: is on {tensor.device}, but {name} is on {input.device}")
-
-
-def _check_float(name: str, tensor) -> None:
-    if not isinstance(tensor, Tensor) or tensor.dtype not in _FLOATS:
-        kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
-        raise TypeError(f"{name}: expected a float16, bfloat16, float32 or float64 tensor, got {kind}")
-
-
-def _check_weight(input: Tensor, weight: Tensor, sharded: bool) -> None:
-    _check_float("linear_weight", weight)
-    if weight.ndim != 2 or weight.shape[1] != input.shape[-1] or (weight.shape[0] == 0 and not sharded):
-        hint = "; a flat or empty weight is a shard of FSDP or ZeRO-3: call the loss where the parameter is gathered"
-        raise ValueError(
-            f"linear_weight: expected shape [V, {input.shape[-1]}] to fit an input of shape {tuple(input.shape)}, "
-            f"got {tuple(weight.shape)}{hint if weight.ndim == 1 or weight.numel() == 0 else ''}"
-        )
-
-
-def _number(name: str, value) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name}: expected a number, got {type(value).__name__}")
-    return float(value)
-
-
-def _finite(name: str, value) -> float:
-    if not math.isfinite(_number(name, value)):
-        raise ValueError(f"{name}: expected a finite number, got {value}")
-    return float(value)
-
-
-def _positive(name: str, value) -> float:
-    if not _finite(name, value) > 0:
-        raise ValueError(f"{name}: expected a number > 0, got {value}")
-    return float(value)
-
-
-def _integer(name: str, value) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name}: expected an integer, got {type(value).__name__}")
-    return value
-
-
-def _vocab_size(value) -> int:
-    if _integer("vocab_size", value) < 1:
-        raise ValueError(f"vocab_size: expected an integer >= 1, got {value}")
-    return value
-
-
-def _temperature(temperature: Tensor, target: Tensor) -> Tensor:
-    """[T], one value per token; a tensor of one element stands for all."""
-    _check_float("temperature", temperature)
-    if temperature.requires_grad:
-        raise TypeError("temperature: requires grad, but the statistics are not differentiable in it; pass it detached")
-    if temperature.numel() not in (1, target.numel()):
-        raise ValueError(
-            f"temperature: expected a number or one value per token ({target.numel()}), "
-            f"got shape {tuple(temperature.shape)}"
-        )
-    return temperature.to(target.device).reshape(-1).expand(target.numel())
-
-
-def _product_dtype(input: Tensor, weight: Tensor | None) -> torch.dtype:
-    """The dtype of F.linear's operands here."""
-    if weight is None:
-        return input.dtype
-    device = input.device.type
-    if torch.is_autocast_enabled(device) and torch.float64 not in (input.dtype, weight.dtype):
-        return torch.get_autocast_dtype(device)
-    if input.dtype != weight.dtype:
-        raise TypeError(
-            f"linear_weight: is {weight.dtype}, but input is {input.dtype}; "
-            "cast one of them, or use torch.autocast to multiply in one dtype"
-        )
-    return input.dtype

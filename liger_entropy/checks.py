@@ -1,0 +1,120 @@
+"""Checks of a call's arguments, before any work: each error names the argument, what came and what was expected."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+def check_tensors(input, weight, target, bias, class_weight, sharded: bool) -> None:
+    """Types, dtypes, devices and shapes, before any work. A shard of the vocabulary may be empty."""
+    name = "logits" if weight is None else "input"
+    check_float(name, input)
+    if not isinstance(target, Tensor) or target.dtype not in _INTEGERS:
+        kind = target.dtype if isinstance(target, Tensor) else type(target).__name__
+        raise TypeError(f"target: expected an integer tensor of class indices, got {kind}")
+    empty = input.ndim > 0 and input.shape[-1] == 0 and not (sharded and weight is None)
+    if input.ndim < 1 or math.prod(input.shape[:-1]) != target.numel() or empty:
+        raise ValueError(
+            f"target: {name} of shape {tuple(input.shape)} holds one row per token, "
+            f"but target has shape {tuple(target.shape)}"
+        )
+    if weight is not None:
+        check_weight(input, weight, sharded)
+    for label, vector in (("linear_bias", bias), ("class_weight", class_weight)):
+        if vector is not None:
+            check_float(label, vector)
+            # How many class weights there must be depends on the other ranks, see Call._shard_class_weight.
+            rows = input.shape[-1] if weight is None else weight.shape[0]
+            size = len(vector) if vector is class_weight and vector.ndim == 1 else rows
+            if tuple(vector.shape) != (size,):
+                raise ValueError(f"{label}: expected shape ({size},), one value per class, got {tuple(vector.shape)}")
+    if class_weight is not None and class_weight.requires_grad:
+        raise TypeError("class_weight: requires grad, but the loss is not differentiable in it; pass it detached")
+    for label, tensor in (
+        ("linear_weight", weight),
+        ("target", target),
+        ("linear_bias", bias),
+        ("class_weight", class_weight),
+    ):
+        if tensor is not None and tensor.device != input.device:
+            raise ValueError(f"{label}: is on {tensor.device}, but {name} is on {input.device}")
+
+
+def check_float(name: str, tensor) -> None:
+    if not isinstance(tensor, Tensor) or tensor.dtype not in _FLOATS:
+        kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+        raise TypeError(f"{name}: expected a float16, bfloat16, float32 or float64 tensor, got {kind}")
+
+
+def check_weight(input: Tensor, weight: Tensor, sharded: bool) -> None:
+    check_float("linear_weight", weight)
+    if weight.ndim != 2 or weight.shape[1] != input.shape[-1] or (weight.shape[0] == 0 and not sharded):
+        hint = "; a flat or empty weight is a shard of FSDP or ZeRO-3: call the loss where the parameter is gathered"
+        raise ValueError(
+            f"linear_weight: expected shape [V, {input.shape[-1]}] to fit an input of shape {tuple(input.shape)}, "
+            f"got {tuple(weight.shape)}{hint if weight.ndim == 1 or weight.numel() == 0 else ''}"
+        )
+
+
+def number(name: str, value) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name}: expected a number, got {type(value).__name__}")
+    return float(value)
+
+
+def finite(name: str, value) -> float:
+    if not math.isfinite(number(name, value)):
+        raise ValueError(f"{name}: expected a finite number, got {value}")
+    return float(value)
+
+
+def positive(name: str, value) -> float:
+    if not finite(name, value) > 0:
+        raise ValueError(f"{name}: expected a number > 0, got {value}")
+    return float(value)
+
+
+def integer(name: str, value) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name}: expected an integer, got {type(value).__name__}")
+    return value
+
+
+def checked_vocab_size(value) -> int:
+    if integer("vocab_size", value) < 1:
+        raise ValueError(f"vocab_size: expected an integer >= 1, got {value}")
+    return value
+
+
+def checked_temperature(temperature: Tensor, target: Tensor) -> Tensor:
+    """[T], one value per token; a tensor of one element stands for all."""
+    check_float("temperature", temperature)
+    if temperature.requires_grad:
+        raise TypeError("temperature: requires grad, but the statistics are not differentiable in it; pass it detached")
+    if temperature.numel() not in (1, target.numel()):
+        raise ValueError(
+            f"temperature: expected a number or one value per token ({target.numel()}), "
+            f"got shape {tuple(temperature.shape)}"
+        )
+    return temperature.to(target.device).reshape(-1).expand(target.numel())
+
+
+def product_dtype(input: Tensor, weight: Tensor | None) -> torch.dtype:
+    """The dtype of F.linear's operands here."""
+    if weight is None:
+        return input.dtype
+    device = input.device.type
+    if torch.is_autocast_enabled(device) and torch.float64 not in (input.dtype, weight.dtype):
+        return torch.get_autocast_dtype(device)
+    if input.dtype != weight.dtype:
+        raise TypeError(
+            f"linear_weight: is {weight.dtype}, but input is {input.dtype}; "
+            "cast one of them, or use torch.autocast to multiply in one dtype"
+        )
+    return input.dtype
