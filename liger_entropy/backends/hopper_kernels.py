@@ -91,11 +91,12 @@ def product_statistics_kernel(
         scale = tl_scale(temperature_ptr, row, row_mask, inverse_temperature, TEMPERATURE)
         z = tl_logits(z, bias_ptr, column, column_mask, logit_scale, softcap, scale,
                       HAS_BIAS, HAS_SCALE, HAS_SOFTCAP, TEMPERATURE)  # fmt: skip
-        if RAGGED:
-            z = tl.where(column_mask[None, :], z, float("-inf"))
         local = target.to(tl.int32) - (offset + column_tile * BLOCK_COLUMNS)
         at_target = tl.arange(0, BLOCK_COLUMNS)[None, :] == local[:, None]
+        # Before the mask: padding has the logit 0 of zeros read, and the label may lie there, in the next rank's shard.
         target_logit = tl.sum(tl.where(at_target, z, 0.0), axis=1)
+        if RAGGED:
+            z = tl.where(column_mask[None, :], z, float("-inf"))
         t, row_max, normalizer, shifted_sum, smooth_sum, smooth_weight, prediction = tl_partial(
             z, class_weight_ptr, column, column_mask, column_tile * BLOCK_COLUMNS + offset,
             RAGGED, HAS_WEIGHT, WANT_ENTROPY, WANT_SMOOTH, WANT_PREDICTION,

@@ -8,6 +8,7 @@ from problems import TRANSFORM, all_statistics, check_losses, check_statistics, 
 
 from liger_entropy import ComputeOptions, planner
 from liger_entropy.backends import hopper
+from liger_entropy.equations import FIELDS, TARGET_LOGIT, Transform
 
 # The interpreter computes with numpy, which warns of the log 0 and exp overflow that the kernels select away.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -74,6 +75,23 @@ def test_masked_class_or_nan_spreads():
         others = [0, 1, 3]
         assert torch.equal(value[others], clean[name][others]), name
         assert name == "prediction" or value[2].isnan(), name
+
+
+@pytest.mark.parametrize("rows", [100, COLUMNS, COLUMNS + 44])
+def test_label_of_the_next_shard_has_a_logit_here(rows):
+    """Two shards of the vocabulary, the first ending within a tile; labels on both sides of the border."""
+    p = problem(6, 8, rows + 200, ignored=0)
+    p.target[:] = torch.tensor([0, rows - 1, rows, rows + 5, rows + 60, rows + 199])
+    logits = []
+    for start, stop in ((0, rows), (rows, rows + 200)):
+        partials = torch.zeros(-(-(stop - start) // COLUMNS), FIELDS, 6)
+        statistics = hopper.Statistics(p.target, Transform(), (True, True, True), overwrite=True)
+        statistics(hopper.Operands(p.input, p.linear_weight[start:stop]), None, None, start, partials, None)
+        logits.append(partials[:, TARGET_LOGIT].sum(0))
+    exact = (p.input.double() * p.linear_weight[p.target].double()).sum(-1)
+    assert all(z.isfinite().all() for z in logits)
+    assert torch.allclose(sum(logits).double(), exact, atol=1e-5)
+    assert (logits[0][2:] == 0).all() and (logits[1][:2] == 0).all()
 
 
 def test_operands_that_tma_cannot_read_are_taken_in_place():
