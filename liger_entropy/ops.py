@@ -244,8 +244,9 @@ class _Direct(torch.autograd.Function):
 
 
 def traced(x: Tensor) -> bool:
-    """Somebody looks for ops: a compiler, a tensor subclass, a dispatch mode."""
-    return torch.compiler.is_compiling() or type(x) not in (Tensor, Parameter) or is_in_torch_dispatch_mode()
+    """Somebody looks for ops: a compiler, a tensor subclass, a dispatch mode; or there is no data, only shapes."""
+    looked_for = torch.compiler.is_compiling() or is_in_torch_dispatch_mode()
+    return looked_for or type(x) not in (Tensor, Parameter) or x.is_meta
 
 
 def token_statistics(*arguments):

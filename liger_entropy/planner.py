@@ -26,8 +26,9 @@ class ComputeOptions:
     Args:
         backend: ``"triton"`` (CUDA, or CPU under TRITON_INTERPRET=1), ``"torch"`` (any device), or ``"auto"``: Triton
             on CUDA, torch elsewhere and for fp64. An explicit backend that cannot run raises RuntimeError.
-        chunk_bytes: size of the buffer for one chunk's fp32 logits, or ``"auto"`` (see :func:`chunk_widths`).
-            A chunk is at least one block of columns wide (1024; 256 on Hopper GPUs, for half dtypes).
+        chunk_bytes: size of the buffer for one chunk's fp32 logits, or half gradients where the kernels make the
+            products (half dtypes on Hopper GPUs); ``"auto"``: see :func:`chunk_widths`. A chunk is at least one block
+            of columns wide (1024; 256 where the kernels make the products).
         cache_bytes: how many bytes of logits the forward may keep for the backward, which then recomputes only the
             rest. ``"auto"``: a quarter of the GPU memory that is free at that moment after setting the gradients'
             room aside, nothing on CPU, while compiling, or during CUDA-graph capture. A cache that cannot be

@@ -20,7 +20,8 @@ from .planner import ComputeOptions
 
 @dataclass(frozen=True)
 class TokenStatistics:
-    """Per-token statistics of the distribution ``softmax(z)``. All have the shape of the target.
+    """Per-token statistics of the distribution ``softmax(z)``. All have the shape of the target, but those that
+    were not asked for, which are empty.
 
     logprob, entropy, lse and smooth_logprob are fp32 (fp64 for fp64 inputs), in nats, and differentiable in input,
     weight and bias; prediction is int64. At ignored tokens they are exactly 0, and -1 for prediction.
@@ -100,7 +101,8 @@ def linear_token_statistics(
 
 def _wanted(names: Collection[str] | None) -> dict[str, bool]:
     """The optional statistics, as Call.statistics takes them."""
-    for name in () if names is None else names:
+    names = None if names is None else frozenset(names)
+    for name in names or ():
         if name not in _FIELDS:
             raise ValueError(f"fields: expected names among {', '.join(_FIELDS)}, got {name!r}")
     optional = {"entropy": "entropy", "smooth": "smooth_logprob", "prediction": "prediction"}
