@@ -66,6 +66,16 @@ BF16_UNSTEADY = {
 }
 
 
+def widened(bounds: dict[str, Deviation], noise: dict[str, dict[str, float]], times: float) -> dict[str, Deviation]:
+    """Bounds for a place where rounding alone makes ``noise``: at least `times` that. The first steps stay as bound."""
+    return {
+        field: Deviation(
+            max(b.size, times * noise[field]["size"]), max(b.mean, times * noise[field]["mean"]), b.early
+        )
+        for field, b in bounds.items()
+    }  # fmt: skip
+
+
 def deviation(reference: Trajectory, member: Trajectory, field: str) -> Deviation:
     """Raises ValueError if the two do not have equally many values."""
     expected, got = (torch.tensor(getattr(t, field), dtype=torch.float64) for t in (reference, member))

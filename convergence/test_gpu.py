@@ -1,9 +1,14 @@
 """The classes on a GPU, where the patched members run the Triton kernels, and the long run."""
 
+import json
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
 
-from .classes import CLASSES
+from .classes import CLASSES, EquivalenceClass
+from .compare import widened
 from .long_run import Size, judge, train_all, write
 from .test_classes import run_all
 
@@ -14,10 +19,20 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
+# `python -m convergence.noise --device cuda --out noise_h200.json` on an NVIDIA H200, torch 2.11.0+cu130, transformers
+# 5.17.0, 2026-12-01. In five classes plain torch itself strays there by more than half of the bounds for a CPU: Mixtral
+# (a token's routing flips), Qwen3, and the negative coefficient, which rewards runaway logits.
+NOISE = json.loads((Path(__file__).parent / "noise_h200.json").read_text())
+TIMES = 3
+
+
+def on_gpu(cls: EquivalenceClass) -> EquivalenceClass:
+    return replace(cls, bounds=widened(cls.bounds, NOISE[cls.name], TIMES))
+
 
 @pytest.mark.parametrize("name", [name for name in CLASSES if not name.endswith("kernels")])
 def test_members_share_one_trajectory_on_the_gpu(name):
-    run_all(CLASSES[name], "cuda")
+    run_all(on_gpu(CLASSES[name]), "cuda")
 
 
 def test_patched_training_drifts_beyond_the_noise_of_rounding(tmp_path):

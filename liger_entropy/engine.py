@@ -168,22 +168,67 @@ def _padded(values: Tensor, size: int) -> Tensor:
     return values if values.shape[-1] == size else torch.nn.functional.pad(values, (0, size - values.shape[-1]))
 
 
-def forward(tensors: Tensors, settings: Settings) -> tuple[list[Tensor | None], Kept]:
-    """logprob, entropy, lse, smooth_logprob, prediction [T] (None where not wanted), and what the backward needs."""
-    problem = Problem(tensors, settings)
-    size = tensors.target.shape[0] if tensors.order is None else tensors.order.shape[0]
-    cache = _cache(problem, size)
-    partials = _partials(problem, cache)
-    whole = partials if partials.shape[0] else _neutral(partials)[None]
-    if settings.group:
-        whole = distributed.merge_ranks(merge(whole), settings.group)[None]
-    outputs, residuals = problem.backend.finish(
-        whole, problem.target, problem.index, tensors.target.shape[0], settings.sizes.vocab_size, settings.wanted
-    )
-    # A copy, so that the partials are freed.
-    cached_blocks = problem.blocks(cache.shape[1])
-    block_max = partials[:cached_blocks, ROW_MAX].clone() if cached_blocks else partials.new_empty(0, partials.shape[2])
-    return outputs, Kept(_padded(residuals, size), cache, _padded(block_max, size))
+class Forward:
+    """The forward loop. Its first `head` columns are launched at once, the others when it is finished."""
+
+    def __init__(self, tensors: Tensors, settings: Settings, head: int = 0):
+        self.problem = p = Problem(tensors, settings)
+        self.size = tensors.target.shape[0] if tensors.order is None else tensors.order.shape[0]
+        self.cache = _cache(p, self.size)
+        self.cached = min(self.cache.shape[1], p.columns)
+        # Ranks merge all fields; alone, those that are not wanted are never read.
+        make = p.x.new_zeros if settings.group else p.x.new_empty
+        self.partials = make(p.blocks(p.columns), FIELDS, p.x.shape[0], dtype=p.products.accumulator)
+        self.given = tensors.weight is None
+        self.statistics = p.backend.Statistics(p.target, p.transform, settings.wanted, overwrite=not self.given)
+        bounds = self._bounds(head)
+        self.buffer = None if self.given or p.makes_products else Buffer(p.x, bounds, p.products.accumulator)
+        self.chunks = p.chunks(bounds)
+        started = 0
+        while started < min(head, p.columns):
+            started = self._fold(next(self.chunks))
+
+    def _bounds(self, head: int) -> list[tuple[int, int]]:
+        """Chunks; a first one that is wider than `head` is cut there."""
+        p, width, cached = self.problem, self.problem.sizes.logits_columns, self.cached
+        if self.given:
+            return steps(0, p.columns, p.columns)
+        bounds = steps(0, cached, width) + steps(cached, p.columns, width)
+        if bounds and 0 < head < bounds[0][1]:
+            bounds[:1] = [(0, head), (head, bounds[0][1])]
+        return bounds
+
+    def _fold(self, chunk: Chunk) -> int:
+        """Fold the chunk into the partials; where it ends."""
+        p, rows, start, stop = self.problem, self.problem.x.shape[0], chunk.start, chunk.stop
+        room = None if self.buffer is None else self.buffer.view(stop - start)
+        z = p.x[:, : p.columns] if self.given else p.logits(chunk, room)
+        kept = part(part(self.cache, 0, rows), start, stop, dim=1) if stop <= self.cached else None
+        here = part(self.partials, start // p.block_columns, p.blocks(stop))
+        self.statistics(z, chunk.bias, chunk.class_weight, p.sizes.vocab_start + start, here, kept)
+        return stop
+
+    def finish(self) -> tuple[list[Tensor | None], Kept]:
+        """logprob, entropy, lse, smooth_logprob, prediction [T], None where not wanted, and what is kept."""
+        p, partials, settings = self.problem, self.partials, self.problem.settings
+        for chunk in self.chunks:
+            self._fold(chunk)
+        whole = partials if partials.shape[0] else _neutral(partials)[None]
+        if settings.group:
+            whole = distributed.merge_ranks(merge(whole), settings.group)[None]
+        outputs, residuals = p.backend.finish(
+            whole, p.target, p.index, p.tensors.target.shape[0], p.sizes.vocab_size, settings.wanted
+        )
+        return outputs, Kept(_padded(residuals, self.size), self.cache, self._block_max())
+
+    def _block_max(self) -> Tensor:  # [blocks of the cache, K]
+        """A copy, so that the partials are freed."""
+        p, partials = self.problem, self.partials
+        block_max = partials.new_empty(p.blocks(self.cache.shape[1]), self.size)
+        filled = min(block_max.shape[0], partials.shape[0])
+        if filled:
+            block_max[:filled, : partials.shape[2]] = partials[:filled, ROW_MAX]
+        return block_max
 
 
 def _cache(problem: Problem, size: int) -> Tensor:  # [K, columns]
@@ -193,25 +238,6 @@ def _cache(problem: Problem, size: int) -> Tensor:  # [K, columns]
         return empty_aligned(x, size, problem.sizes.cache_columns, dtype)
     except torch.OutOfMemoryError:
         return empty_aligned(x, size, 0, dtype)
-
-
-def _partials(problem: Problem, cache: Tensor) -> Tensor:  # [blocks, FIELDS, R]
-    p, rows, given = problem, problem.x.shape[0], problem.tensors.weight is None
-    # Ranks merge all fields; alone, those that are not wanted are never read.
-    make = p.x.new_zeros if p.settings.group else p.x.new_empty
-    partials = make(p.blocks(p.columns), FIELDS, rows, dtype=p.products.accumulator)
-    width, cached = (p.columns, 0) if given else (p.sizes.logits_columns, min(cache.shape[1], p.columns))
-    bounds = steps(0, cached, width) + steps(cached, p.columns, width)
-    buffer = None if given or p.makes_products else Buffer(p.x, bounds, p.products.accumulator)
-    statistics = p.backend.Statistics(p.target, p.transform, p.settings.wanted, overwrite=not given)
-    for chunk in p.chunks(bounds):
-        room = None if buffer is None else buffer.view(chunk.stop - chunk.start)
-        z = p.x[:, : p.columns] if given else p.logits(chunk, room)
-        kept = part(part(cache, 0, rows), chunk.start, chunk.stop, dim=1) if chunk.stop <= cached else None
-        first, last = chunk.start // p.block_columns, p.blocks(chunk.stop)
-        here = part(partials, first, last)
-        statistics(z, chunk.bias, chunk.class_weight, p.sizes.vocab_start + chunk.start, here, kept)
-    return partials
 
 
 def _neutral(partials: Tensor) -> Tensor:  # [FIELDS, R]

@@ -1,8 +1,8 @@
-"""The operator as torch.library custom ops: schemas, fakes and autograd. The work is done in engine.py.
+"""The operator as a torch.library custom op: schema, fake and autograd. The work is done in engine.py.
 
-``token_statistics`` gives the five statistics of every token and what its backward needs; ``inspect_rows`` finds the
-kept rows and checks the labels, with the one host sync of a call. Where nobody traces, both are called without the
-dispatcher: its layers around Python ops took 250 us of a step, as long as T=128 keeps an H200 busy with one product.
+``token_statistics`` gives the five statistics of every token and what its backward needs. Where nobody traces it is
+called without the dispatcher, whose layers around Python ops took 250 us of a step, as long as T=128 keeps an H200
+busy with one product; there the forward can be started ahead.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from . import backends, engine, gradients
 from .engine import Kept, Settings, Sizes, Tensors, Upstream
-from .equations import IGNORED, INVALID
 from .products import Products, empty_aligned
 
 _TENSORS = (
@@ -35,14 +34,14 @@ _STATISTICS = 5
 
 def _split(arguments, *kinds):
     """Positional arguments as the named tuples they stand for; the rest last."""
-    parts, start = [], 0
+    parts, first = [], 0
     for kind in kinds:
-        stop = start + len(kind._fields)
-        parts.append(kind(*arguments[start:stop]))
+        stop = first + len(kind._fields)
+        parts.append(kind(*arguments[first:stop]))
         if kind is Settings:
             parts[-1] = parts[-1]._replace(sizes=Sizes(*parts[-1].sizes))
-        start = stop
-    return (*parts, arguments[start:])
+        first = stop
+    return (*parts, arguments[first:])
 
 
 _NOTHING = contextlib.nullcontext()
@@ -53,7 +52,7 @@ def _no_autocast(x: Tensor):
     return torch.autocast(x.device.type, enabled=False) if torch.is_autocast_enabled(x.device.type) else _NOTHING
 
 
-def _on_device(x: Tensor):
+def on_device(x: Tensor):
     """Triton launches on the current device, so make it the tensors'."""
     return torch.cuda.device(x.device) if x.is_cuda else _NOTHING
 
@@ -65,7 +64,7 @@ def _or_empty(outputs, like: Tensor) -> list[Tensor]:
 _LIBRARY = torch.library.Library("liger_entropy", "DEF")
 
 
-def _define(name: str, schema: str):
+def define(name: str, schema: str):
     """Register a function as the op of that name on every device. Library rather than torch.library.custom_op, whose
     wrappers around each call cost more host time than a chunk's launches. Dynamo stays out of the op, which it would
     otherwise compile, or fail to, where a graph break leaves the call itself uncompiled."""
@@ -78,19 +77,30 @@ def _define(name: str, schema: str):
     return register
 
 
-def _fake(name: str):
+def fake(name: str):
     return torch.library.register_fake(f"liger_entropy::{name}", lib=_LIBRARY)
 
 
-@_define("token_statistics", f"({_TENSORS}, {_SETTINGS}) -> ({', '.join(['Tensor'] * 8)})")
+@define("token_statistics", f"({_TENSORS}, {_SETTINGS}) -> ({', '.join(['Tensor'] * 8)})")
 def _token_statistics(*arguments):
+    return _finish(start(*arguments))
+
+
+def start(*arguments, head: int = 0) -> engine.Forward:
+    """The forward, with its first `head` columns on their way."""
     tensors, settings, _ = _split(arguments, Tensors, Settings)
-    with _no_autocast(tensors.x), _on_device(tensors.x):
-        outputs, kept = engine.forward(tensors, settings)
+    with torch.no_grad(), _no_autocast(tensors.x), on_device(tensors.x):
+        return engine.Forward(tensors, settings, head)
+
+
+def _finish(forward: engine.Forward) -> tuple[Tensor, ...]:
+    tensors = forward.problem.tensors
+    with _no_autocast(tensors.x), on_device(tensors.x):
+        outputs, kept = forward.finish()
     return (*_or_empty(outputs[:4], kept.residuals), *_or_empty(outputs[4:], tensors.target), *kept)
 
 
-@_fake("token_statistics")
+@fake("token_statistics")
 def _(*arguments):
     tensors, settings, _ = _split(arguments, Tensors, Settings)
     x, tokens = tensors.x, tensors.target.shape[0]
@@ -107,17 +117,17 @@ def _(*arguments):
     )
 
 
-@_define(
+@define(
     "token_statistics_backward",
     f"({_UPSTREAM}, {_TENSORS}, {_KEPT}, {_SETTINGS}, {_NEEDS}) -> (Tensor, Tensor, Tensor)",
 )
 def _token_statistics_backward(*arguments):
     upstream, tensors, kept, settings, needs = _split(arguments, Upstream, Tensors, Kept, Settings)
-    with _no_autocast(tensors.x), _on_device(tensors.x):
+    with _no_autocast(tensors.x), on_device(tensors.x):
         return tuple(_or_empty(gradients.backward(upstream, tensors, kept, settings, needs), tensors.x))
 
 
-@_fake("token_statistics_backward")
+@fake("token_statistics_backward")
 def _(*arguments):
     _, tensors, _, _, needs = _split(arguments, Upstream, Tensors, Kept, Settings)
     parameters = (tensors.x, tensors.weight, tensors.bias)
@@ -169,65 +179,9 @@ torch.library.register_autograd(
 )
 
 
-class Inspection:
-    """The labels of a call on their way through the device; `later`: other work will be launched before they are read.
-
-    coded [T]: labels as the loops want them.
-    """
-
-    def __init__(self, target, temperature, ignore_index, vocab_size, backend, read, check, later=False):
-        self.target, self.check, self.bounds = target, check, (ignore_index, vocab_size)
-        capturing = target.is_cuda and torch.cuda.is_current_stream_capturing()
-        self.read = read and target.numel() > 0 and not capturing
-        with _on_device(target):
-            self.coded, self.counts = backends.get(backend).inspect(
-                target, temperature, ignore_index, vocab_size, later and self.read
-            )
-
-    def kept(self) -> int:
-        """How many tokens are kept, by a host sync, or all of them if that is not to be read. Raises for a bad label
-        if it is to be checked."""
-        ignored, bad, cold = self.counts() if self.read else (0, 0, 0)
-        if self.check:
-            _raise_for(self.target, self.coded if bad else None, cold, *self.bounds)
-        return self.target.numel() - ignored
-
-    def order(self) -> Tensor:  # [T]
-        """The tokens, kept ones first."""
-        return torch.argsort((self.coded == IGNORED).to(torch.uint8), stable=True)
-
-
-@_define(
-    "inspect_rows",
-    "(Tensor target, Tensor? temperature, int ignore_index, SymInt vocab_size, str backend, bool read, bool check)"
-    " -> (Tensor, Tensor, Tensor)",
-)
-def _inspect_rows(*arguments):
-    """coded [T]; order [T], not filled if all tokens are kept; count [] on the CPU, how many are."""
-    inspection = Inspection(*arguments)
-    kept, coded = inspection.kept(), inspection.coded
-    order = inspection.order() if kept < coded.shape[0] else coded.new_empty(coded.shape)
-    return coded, order, torch.tensor(kept)
-
-
-def _raise_for(target: Tensor, coded: Tensor | None, cold: int, ignore_index: int, vocab_size: int) -> None:
-    if coded is not None:
-        position = int((coded == INVALID).to(torch.uint8).argmax())
-        raise ValueError(
-            f"target: label {int(target[position])} at flat position {position} is neither in [0, {vocab_size}) "
-            f"nor ignore_index={ignore_index}"
-        )
-    if cold:
-        raise ValueError(f"temperature: {cold} values are not positive and finite; every token's temperature must be")
-
-
-@_fake("inspect_rows")
-def _(target, temperature, ignore_index, vocab_size, backend, read, check):
-    return torch.empty_like(target), torch.empty_like(target), torch.empty((), dtype=torch.int64)
-
-
 # Dynamo would compile these frames where a graph break leaves the call itself uncompiled.
-_run_forward = torch.compiler.disable(_token_statistics)
+start = torch.compiler.disable(start)
+_run_finish = torch.compiler.disable(_finish)
 _run_backward = torch.compiler.disable(_token_statistics_backward)
 
 
@@ -235,12 +189,15 @@ class _Direct(torch.autograd.Function):
     """The op without the dispatcher. A setup_context would have torch inspect signatures, 40 us a call."""
 
     @staticmethod
-    def forward(ctx, *arguments):
-        output = _run_forward(*arguments)
+    def forward(ctx, *arguments_and_started):
+        *arguments, started = arguments_and_started
+        output = _run_finish(started)
         _setup(ctx, arguments, output)
         return output
 
-    backward = staticmethod(_backward)
+    @staticmethod
+    def backward(ctx, *upstream):
+        return (*_backward(ctx, *upstream), None)
 
 
 def traced(x: Tensor) -> bool:
@@ -249,10 +206,8 @@ def traced(x: Tensor) -> bool:
     return looked_for or type(x) not in (Tensor, Parameter) or x.is_meta
 
 
-def token_statistics(*arguments):
+def token_statistics(*arguments, started: engine.Forward | None = None) -> tuple[Tensor, ...]:
+    """The op's outputs; of what was `started` with the same arguments, if it was."""
     if traced(arguments[0]):
         return torch.ops.liger_entropy.token_statistics.default(*arguments)
-    return _Direct.apply(*arguments)
-
-
-inspect_rows = torch.ops.liger_entropy.inspect_rows.default
+    return _Direct.apply(*arguments, started or start(*arguments))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import math
 import os
 import warnings
 from collections.abc import Callable
@@ -30,9 +31,10 @@ class ComputeOptions:
             products (half dtypes on Hopper GPUs); ``"auto"``: see :func:`chunk_widths`. A chunk is at least one block
             of columns wide (1024; 256 where the kernels make the products).
         cache_bytes: how many bytes of logits the forward may keep for the backward, which then recomputes only the
-            rest. ``"auto"``: a quarter of the GPU memory that is free at that moment after setting the gradients'
-            room aside, nothing on CPU, while compiling, or during CUDA-graph capture. A cache that cannot be
-            allocated is left out.
+            rest and for a moment takes up to half as many again. ``"auto"``: a quarter of the GPU memory that is free
+            then after setting the gradients' room aside; nothing on CPU, while compiling, during CUDA-graph capture,
+            or where saved tensors are recomputed or moved (activation checkpoints, offloading). A cache that cannot
+            be allocated is left out.
         skip_ignored: drop ignored tokens before the first product. Costs one host sync, shared with check_labels.
         check_labels: raise ValueError for a label outside the vocabulary; when off, such a token's outputs are NaN.
 
@@ -149,8 +151,9 @@ def chunk_widths(rows: int, vocab: int, backend: str, chunk_bytes: int | str, co
     vocabulary, a whole step 58.8, 55.9 and 55.3 ms.
 
     Kernels that make the products have no fp32 logits: the forward is one chunk, unless `copies` of the weight are
-    needed, and the same bytes hold twice the columns of half gradients. Wide chunks in multiples of 33 tiles, whole
-    rounds of the 132 multiprocessors, were no faster (T=16384, D=3584, V=152064: 117.9 ms a step in place of 111.7).
+    needed, and the same bytes hold twice the columns of half gradients. Wide chunks take all of the room that dw has:
+    at most 1/8, 1/4 and 1/2 of the vocabulary wide, a step of T=8192 took 52.98, 51.10 and 51.79 ms, of T=2048, D=4096,
+    V=131072 14.01, 13.41 and 13.39 ms.
     """
     module = backends.get(backend)
     makes_products, block = module.MAKES_PRODUCTS, module.BLOCK_COLUMNS
@@ -164,8 +167,19 @@ def chunk_widths(rows: int, vocab: int, backend: str, chunk_bytes: int | str, co
     least = 32 * MiB // row_bytes if rows < 2048 else 0
     gradient = _whole_blocks(round(max(vocab / share, least) / block), block, vocab)
     if makes_products:
-        return Widths(gradient if copies else max(1, vocab), gradient, min(vocab, 4 * gradient))
+        return Widths(gradient if copies else max(1, vocab), gradient, vocab)
     return Widths(min(vocab, 2 * gradient), gradient, min(vocab, 8 * gradient))
+
+
+# Multiplications, 0.35 ms on an H200, whose host reads the count of kept rows in 50 us and launches 220 us later.
+HEAD_START = 125e9
+
+
+def head_start(rows: int, hidden: int, backend: str) -> int:
+    """Columns of the forward that a GPU works on while the host waits for the count of kept rows. If rows are to be
+    dropped the work is done again, in time that would have been lost anyway."""
+    block = backends.get(backend).BLOCK_COLUMNS
+    return math.ceil(HEAD_START / max(rows * hidden, 1) / block) * block
 
 
 def chunk_columns(rows: int, vocab: int, backend: str, chunk_bytes: int | str) -> int:
@@ -196,7 +210,8 @@ def free_for_cache(option: int | str, device: torch.device) -> int:
     """Bytes of which the cache may take its share; 0 where it takes none, or where it need not be known."""
     if option != "auto" or device.type != "cuda" or not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return 0
-    return 0 if torch.cuda.is_current_stream_capturing() else free_memory(device)
+    hooked = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+    return 0 if hooked or torch.cuda.is_current_stream_capturing() else free_memory(device)
 
 
 def cache_budget(option: int | str, free: int, gradient_bytes: int) -> int:

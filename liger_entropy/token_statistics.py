@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +15,7 @@ from . import backends, distributed, dtensor, ops, planner
 from .checks import check_tensors, checked_temperature, checked_vocab_size, finite, integer, positive, product_dtype
 from .distributed import Facts, Layout
 from .engine import Settings, Sizes
+from .labels import Labels
 from .planner import ComputeOptions
 
 
@@ -149,24 +150,41 @@ class Call:
             backend = planner.choose_kernels(backend, self.weight, self.dtype)
         layout = self._agree((entropy, smooth, prediction))
         class_weight = self._shard_class_weight(layout)
-        inspect = self._inspect(options, backend, layout.vocab_size)
+        labels = self._labels(options, backend, layout.vocab_size)
         free = planner.free_for_cache(options.cache_bytes, self.input.device) if self.weight is not None else 0
-        coded, order, count, check = inspect()
-        columns = max(0, min(self.rows, layout.vocab_size - layout.start))
-        plan = self._plan(options, backend, columns, self.target.shape[0] if order is None else order.shape[0], free)
-        settings = Settings(
-            Sizes(layout.start, layout.vocab_size, *plan),
-            (self.logit_scale, self.softcap, self.inverse_temperature),
-            self.dtype, backend, (entropy, smooth, prediction), layout.group,
-        )  # fmt: skip
-        outputs = ops.token_statistics(
-            self.input, self.weight, coded, self.bias, class_weight, self.temperature, order, count, *settings
+
+        def arguments(order: Tensor | None, count: Tensor | None) -> tuple:
+            columns = max(0, min(self.rows, layout.vocab_size - layout.start))
+            rows = self.target.shape[0] if order is None else order.shape[0]
+            settings = Settings(
+                Sizes(layout.start, layout.vocab_size, *self._plan(options, backend, columns, rows, free)),
+                (self.logit_scale, self.softcap, self.inverse_temperature),
+                self.dtype, backend, (entropy, smooth, prediction), layout.group,
+            )  # fmt: skip
+            x, y = self.input, labels.coded
+            return x, self.weight, y, self.bias, class_weight, self.temperature, order, count, *settings
+
+        outputs, flat = (
+            self._run(labels, arguments, planner.head_start(*self.input.shape, backend))[:5],
+            self.target.shape,
         )
-        check()
-        flat = self.target.shape
-        if self.shape == flat:
-            return TokenStatistics(*outputs[:5])
-        return TokenStatistics(*(o.view(self.shape) if o.shape == flat else o for o in outputs[:5]))
+        if self.shape != flat:
+            outputs = (o.view(self.shape) if o.shape == flat else o for o in outputs)
+        return TokenStatistics(*outputs)
+
+    def _run(self, labels: Labels, arguments: Callable[..., tuple], head: int) -> tuple[Tensor, ...]:
+        """The operator, started before it is known which rows are kept; if not all are, started again with them."""
+        every_row, started = arguments(None, None), None
+        if labels.are_waited_for:
+            started = ops.start(*every_row, head=head)
+        order, count = labels.kept_rows()
+        if order is None:
+            outputs = ops.token_statistics(*every_row, started=started)
+        else:
+            started = None
+            outputs = ops.token_statistics(*arguments(order, count))
+        labels.check()
+        return outputs
 
     def _agree(self, wanted: tuple[bool, bool, bool]) -> Layout:
         """Where the rows lie in the vocabulary, agreed with the ranks that share it."""
@@ -199,29 +217,9 @@ class Call:
         self.class_weight = c
         return c[layout.start : layout.start + self.rows]
 
-    def _inspect(self, options: ComputeOptions, backend: str, vocab_size: int):
-        """Start to look at the labels. The function that comes back gives the coded ones, order and count of the kept
-        rows (None: all), and what raises for bad labels later.
-
-        Where no row is dropped, the check may wait on a GPU until the kernels are on their way.
-        """
+    def _labels(self, options: ComputeOptions, backend: str, vocab_size: int) -> Labels:
         drop, check = options.skip_ignored and self.weight is not None, options.check_labels
-        arguments = self.target, self.temperature, self.ignore_index, vocab_size, backend, drop or check, check
-        if ops.traced(self.target):
-            coded, order, count = ops.inspect_rows(*arguments)
-            return lambda: (coded, order, count, _nothing) if drop else (coded, None, None, _nothing)
-        later = self.target.is_cuda and not drop
-        inspection = ops.Inspection(*arguments, later)
-        if later:
-            return lambda: (inspection.coded, None, None, inspection.kept)
-
-        def kept_rows():
-            kept = inspection.kept()
-            if not drop or kept == self.target.shape[0]:
-                return inspection.coded, None, None, _nothing
-            return inspection.coded, inspection.order()[:kept], torch.tensor(kept), _nothing
-
-        return kept_rows
+        return Labels(self.target, self.temperature, self.ignore_index, vocab_size, backend, drop, check)
 
     def _plan(
         self, options: ComputeOptions, backend: str, columns: int, rows: int, free: int
@@ -238,7 +236,3 @@ class Call:
         budget = planner.cache_budget(options.cache_bytes, free, gradients + rows * widths.gradient * 4)
         block = backends.get(backend).BLOCK_COLUMNS
         return *plan, planner.cache_columns(rows, columns, block, budget, self.dtype.itemsize)
-
-
-def _nothing() -> None:
-    """Labels that were checked need no later check."""

@@ -124,7 +124,7 @@ class Gradient:
 
 
 def inspect(
-    target: Tensor, temperature: Tensor | None, ignore_index: int, vocab_size: int, later: bool
+    target: Tensor, temperature: Tensor | None, ignore_index: int, vocab_size: int, read: bool
 ) -> tuple[Tensor, Callable[[], tuple[int, int, int]]]:
     """Coded labels [T], and a function that waits for how many are ignored, how many invalid, and how many temperatures
     [T] are not positive."""

@@ -34,19 +34,17 @@ BLOCK_COLUMNS = 256
 
 
 class Tile(NamedTuple):
-    """What a program makes at a time, and how many programs a multiprocessor has room for."""
+    """What a program makes at a time; a multiprocessor has room for one program."""
 
     rows: int
     columns: int
+    depth: int
     stages: int  # of its operands, that lie in shared memory at a time
     warps: int
-    programs: int
-    depth: int = 64
 
 
-# Of the 227 KiB of shared memory two programs use 96 each; the other one 192, and 32 for a half tile to be written.
-READ_TILE = Tile(128, 128, stages=3, warps=4, programs=2)
-WRITTEN_TILE = Tile(128, 256, stages=4, warps=8, programs=1)
+# Of the 227 KiB of shared memory the operands take 192, and half a tile that is to be written 32.
+TILE = Tile(128, BLOCK_COLUMNS, depth=64, stages=4, warps=8)
 # Bytes; TMA wants bases and row strides at multiples of it.
 ALIGNED = 16
 MAKES_PRODUCTS = True
@@ -73,19 +71,19 @@ def _descriptor(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
 
 
 def _launch_product(
-    kernel, z: Operands, tile: Tile, written: Tensor | None, pointers: tuple, numbers: tuple, constants: dict
+    kernel, z: Operands, written: Tensor | None, pointers: tuple, numbers: tuple, constants: dict
 ) -> None:
     """One launch over all tiles of the product; `written` [R, C] is filled tile by tile."""
     (rows, depth), columns = z.x.shape, z.w.shape[0]
-    x = _descriptor(z.x, tile.rows, tile.depth)
-    w = _descriptor(z.w, tile.columns, tile.depth)
-    half = [tile.rows, tile.columns // 2]
+    x = _descriptor(z.x, TILE.rows, TILE.depth)
+    w = _descriptor(z.w, TILE.columns, TILE.depth)
+    half = [TILE.rows, TILE.columns // 2]
     out = x if written is None else TensorDescriptor(written, list(written.shape), list(written.stride()), half)
-    constants = constants | dict(BLOCK_ROWS=tile.rows, BLOCK_COLUMNS=tile.columns, BLOCK_DEPTH=tile.depth)
-    blocks = -(-rows // tile.rows) * -(-columns // BLOCK_COLUMNS)
+    constants = constants | dict(BLOCK_ROWS=TILE.rows, BLOCK_COLUMNS=TILE.columns, BLOCK_DEPTH=TILE.depth)
+    tiles = -(-rows // TILE.rows) * -(-columns // TILE.columns)
     launch(
-        kernel, (min(blocks, tile.programs * _multiprocessors(z.x.device)), 1, 1), (z.x.dtype, depth),
-        (x, w, out, *pointers, rows, columns, depth, *numbers), constants, tile.warps, tile.stages,
+        kernel, (min(tiles, _multiprocessors(z.x.device)), 1, 1), (z.x.dtype, depth),
+        (x, w, out, *pointers, rows, columns, depth, *numbers), constants, TILE.warps, TILE.stages,
     )  # fmt: skip
 
 
@@ -94,16 +92,16 @@ class Statistics(triton.Statistics):
 
     def __call__(self, z: Any, bias, class_weight, offset, partials, cache) -> None:
         entropy, smooth, prediction = self.wanted
-        t, tile = self.transform, READ_TILE if cache is None else WRITTEN_TILE
+        t = self.transform
         constants = transform_flags(bias, class_weight, t) | dict(
             HAS_CACHE=cache is not None, WANT_ENTROPY=entropy, WANT_SMOOTH=smooth, WANT_PREDICTION=prediction,
-            RAGGED=z.w.shape[0] % BLOCK_COLUMNS != 0, RUN=BLOCK_COLUMNS // tile.columns,
+            RAGGED=z.w.shape[0] % BLOCK_COLUMNS != 0,
         )  # fmt: skip
         pointers = (
             self.target, as_float(bias, partials), as_float(class_weight, partials), self.temperature, partials
         )  # fmt: skip
         numbers = offset, t.logit_scale, t.softcap, t.inverse_temperature
-        _launch_product(product_statistics_kernel, z, tile, cache, pointers, numbers, constants)
+        _launch_product(product_statistics_kernel, z, cache, pointers, numbers, constants)
 
 
 class Gradient(triton.Gradient):
@@ -123,4 +121,4 @@ class Gradient(triton.Gradient):
             self.residuals, self.coefficients,
         )  # fmt: skip
         numbers = offset, t.logit_scale, t.softcap, t.inverse_temperature
-        _launch_product(product_gradient_kernel, z, WRITTEN_TILE, out, pointers, numbers, constants)
+        _launch_product(product_gradient_kernel, z, out, pointers, numbers, constants)

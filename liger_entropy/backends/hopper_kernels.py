@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .kernels import tl_coefficients, tl_gradient, tl_logits, tl_merge, tl_partial, tl_scale, tl_store_partial
+from .kernels import tl_coefficients, tl_gradient, tl_logits, tl_partial, tl_scale, tl_store_partial
 
 # Row tiles that meet a tile of the weight one after the other, while it is in L2.
 GROUP = tl.constexpr(8)
@@ -46,7 +46,7 @@ def product_statistics_kernel(
     bias_ptr,  # [C] fp32
     class_weight_ptr,  # [C] fp32
     temperature_ptr,  # [R] fp32
-    partial_ptr,  # [runs, 7, R] fp32
+    partial_ptr,  # [column tiles, 7, R] fp32
     rows,
     columns,
     depth,
@@ -63,22 +63,15 @@ def product_statistics_kernel(
     WANT_ENTROPY: tl.constexpr,
     WANT_SMOOTH: tl.constexpr,
     WANT_PREDICTION: tl.constexpr,
-    RAGGED: tl.constexpr,  # columns is not a multiple of BLOCK_COLUMNS * RUN
-    RUN: tl.constexpr,
+    RAGGED: tl.constexpr,  # columns is not a multiple of BLOCK_COLUMNS
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
     BLOCK_DEPTH: tl.constexpr,
 ):
-    """The partials of the logits of x w^T, one for RUN tiles of a row that a program makes one after the other, and
-    their cache, with which RUN is 1."""
-    row_tiles, runs = tl.cdiv(rows, BLOCK_ROWS), tl.cdiv(columns, BLOCK_COLUMNS * RUN)
-    run_max = tl.full((BLOCK_ROWS,), float("-inf"), tl.float32)
-    run_normalizer, run_shifted, run_smooth = tl.zeros_like(run_max), tl.zeros_like(run_max), tl.zeros_like(run_max)
-    run_weight, run_target, run_prediction = tl.zeros_like(run_max), tl.zeros_like(run_max), tl.zeros_like(run_max)
-    own_runs = tl.cdiv(row_tiles * runs - tl.program_id(0), tl.num_programs(0))
-    for step in tl.range(0, own_runs * RUN, flatten=True):
-        row_tile, run = tl_tile(tl.program_id(0) + step // RUN * tl.num_programs(0), row_tiles, runs)
-        column_tile = run * RUN + step % RUN
+    """The partials of the logits of x w^T, and their cache."""
+    row_tiles, column_tiles = tl.cdiv(rows, BLOCK_ROWS), tl.cdiv(columns, BLOCK_COLUMNS)
+    for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, tl.num_programs(0), flatten=True):
+        row_tile, column_tile = tl_tile(tile, row_tiles, column_tiles)
         z = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), dtype=tl.float32)
         for k in range(tl.cdiv(depth, BLOCK_DEPTH)):
             x = x_desc.load([row_tile * BLOCK_ROWS, k * BLOCK_DEPTH])
@@ -101,21 +94,8 @@ def product_statistics_kernel(
             z, class_weight_ptr, column, column_mask, column_tile * BLOCK_COLUMNS + offset,
             RAGGED, HAS_WEIGHT, WANT_ENTROPY, WANT_SMOOTH, WANT_PREDICTION,
         )  # fmt: skip
-        fresh = step % RUN == 0
-        run_max = tl.where(fresh, float("-inf"), run_max)
-        run_normalizer = tl.where(fresh, 0.0, run_normalizer)
-        run_shifted = tl.where(fresh, 0.0, run_shifted)
-        run_smooth = tl.where(fresh, 0.0, run_smooth)
-        run_weight = tl.where(fresh, 0.0, run_weight)
-        run_target = tl.where(fresh, 0.0, run_target) + target_logit
-        run_prediction = tl.where(fresh, column_tile * BLOCK_COLUMNS + offset + 0.0, run_prediction)
-        run_max, run_normalizer, run_shifted, run_smooth, run_weight, run_prediction = tl_merge(
-            run_max, run_normalizer, run_shifted, run_smooth, run_weight, run_prediction,
-            row_max, normalizer, shifted_sum, smooth_sum, smooth_weight, prediction,
-            WANT_ENTROPY, WANT_SMOOTH, WANT_PREDICTION,
-        )  # fmt: skip
-        tl_store_partial(partial_ptr, run, row, rows, row_mask & (step % RUN == RUN - 1), target, run_max,
-                         run_normalizer, run_shifted, run_smooth, run_weight, run_target, run_prediction,
+        tl_store_partial(partial_ptr, column_tile, row, rows, row_mask, target, row_max, normalizer, shifted_sum,
+                         smooth_sum, smooth_weight, target_logit, prediction,
                          WANT_ENTROPY, WANT_SMOOTH, WANT_PREDICTION)  # fmt: skip
         if HAS_CACHE:
             tl_store_halves(cache_desc, row_tile * BLOCK_ROWS, column_tile * BLOCK_COLUMNS, t)

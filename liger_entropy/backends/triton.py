@@ -187,10 +187,10 @@ INSPECT_BLOCK = 4096
 
 
 def inspect(
-    target: Tensor, temperature: Tensor | None, ignore_index: int, vocab_size: int, later: bool
+    target: Tensor, temperature: Tensor | None, ignore_index: int, vocab_size: int, read: bool
 ) -> tuple[Tensor, Callable[[], tuple[int, int, int]]]:
     """Coded labels [T], and a function that waits for how many are ignored, how many invalid, and how many temperatures
-    [T] are not positive. If it is called `later`, it does not wait for what was launched since."""
+    [T] are not positive, if they are to be `read`. It does not wait for what was launched since."""
     tokens = target.shape[0]
     coded = target.new_empty(tokens)
     programs = _ceil_divide(tokens, INSPECT_BLOCK)
@@ -202,9 +202,10 @@ def inspect(
         key = (-(2**31) <= ignore_index < 2**31,)
         launch(inspect_kernel, (programs, 1, 1), key, arguments, constants)
 
-    arrived = _to_host(counted) if later else counted.tolist
+    arrived = _to_host(counted) if read else None
 
     def counts() -> tuple[int, int, int]:
+        assert arrived is not None
         ignored, invalid, cold = (sum(column) for column in zip(*arrived(), strict=True))
         return ignored, invalid, cold
 

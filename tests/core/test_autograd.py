@@ -356,9 +356,9 @@ def test_scaled_loss_overflows_or_underflows(dtype):
 def test_operator_runs_forward_twice(monkeypatch):
     """One forward and one backward a call, whatever is asked for."""
     calls = []
-    for module, name in ((engine, "forward"), (gradients, "backward")):
+    for module, name in ((engine, "Forward"), (gradients, "backward")):
         original = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *a, _o=original, _n=name: calls.append(_n) or _o(*a))
     p, tensors = leaves()
     torch.autograd.grad(sum(v.sum() for v in all_losses(p).values() if v.requires_grad), tensors)
-    assert calls == ["forward", "backward"]
+    assert calls == ["Forward", "backward"]

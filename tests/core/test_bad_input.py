@@ -87,7 +87,7 @@ def nothing_computed(monkeypatch):
     def fail(*_):
         raise AssertionError("the operator ran")
 
-    monkeypatch.setattr(engine, "forward", fail)
+    monkeypatch.setattr(engine, "Forward", fail)
 
 
 @pytest.mark.parametrize("name, error, change", STATISTICS_CASES.values(), ids=STATISTICS_CASES)

@@ -8,6 +8,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import liger_entropy
 from liger_entropy import ComputeOptions, cross_entropy, gradients, linear_cross_entropy, linear_token_statistics, ops
+from liger_entropy import labels as label_reading
 
 EVERYTHING = ("linear_bias", "weight", "token_weight", "temperature")
 
@@ -24,9 +25,11 @@ def recorded(monkeypatch):
     """Arguments of every call of the three operators."""
     calls = {name: [] for name in ("token_statistics", "token_statistics_backward", "inspect_rows")}
     original = ops.token_statistics
-    monkeypatch.setattr(ops, "token_statistics", lambda *a: calls["token_statistics"].append(a) or original(*a))
-    inspection = ops.Inspection  # whose last argument, `later`, is not the operator's
-    monkeypatch.setattr(ops, "Inspection", lambda *a: calls["inspect_rows"].append(a[:7]) or inspection(*a))
+    monkeypatch.setattr(
+        ops, "token_statistics", lambda *a, **k: calls["token_statistics"].append(a) or original(*a, **k)
+    )
+    inspection = label_reading.Inspection
+    monkeypatch.setattr(label_reading, "Inspection", lambda *a: calls["inspect_rows"].append(a) or inspection(*a))
     backward = gradients.backward
 
     def record(*parts):

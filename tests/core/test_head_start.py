@@ -1,0 +1,50 @@
+"""The forward that is started before the kept rows are known; on a GPU the default, here put in its place."""
+
+import pytest
+import torch
+from problems import STATISTICS, problem
+
+from liger_entropy import ComputeOptions, engine, linear_token_statistics, planner
+from liger_entropy.labels import Labels
+
+BLOCK = 1024
+VOCAB = 3 * BLOCK - 100
+
+
+def results(p, **options):
+    q = p.leaves()
+    s = linear_token_statistics(q.input, q.linear_weight, q.target, options=ComputeOptions(**options), **q.options)
+    values = [getattr(s, name) for name in STATISTICS]
+    loss = sum(((i + 1) * v).sum() for i, v in enumerate(values[:4]))
+    return *values, *torch.autograd.grad(loss, [q.input, q.linear_weight])
+
+
+@pytest.mark.parametrize("cache_bytes", [0, 1 << 12, 1 << 30])
+@pytest.mark.parametrize("chunk_bytes", ["auto", 1 << 20])
+@pytest.mark.parametrize("head", [BLOCK, 2 * BLOCK, 100 * BLOCK])
+@pytest.mark.parametrize("ignored", [0, 0.5, 2])
+def test_forward_that_was_started_gives_something_else(ignored, head, chunk_bytes, cache_bytes, monkeypatch):
+    p = problem(6, 4, VOCAB)
+    p.target = torch.where(torch.arange(6) < 6 * ignored, -100, torch.arange(6))
+    expected = results(p, chunk_bytes=chunk_bytes, cache_bytes=cache_bytes)
+    made, started = [], engine.Forward
+    monkeypatch.setattr(engine, "Forward", lambda *a: made.append(started(*a)) or made[-1])
+    monkeypatch.setattr(Labels, "are_waited_for", property(lambda labels: labels.drop))
+    monkeypatch.setattr(planner, "head_start", lambda rows, hidden, backend: head)
+    found = results(p, chunk_bytes=chunk_bytes, cache_bytes=cache_bytes)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert [forward.problem.x.shape[0] for forward in made] == ([6, int(p.target.ne(-100).sum())] if ignored else [6])
+
+
+def test_bad_label_is_found_when_the_forward_has_started(monkeypatch):
+    monkeypatch.setattr(Labels, "are_waited_for", property(lambda labels: labels.drop))
+    p = problem(6, 4, VOCAB)
+    p.target[2] = VOCAB
+    with pytest.raises(ValueError, match=f"target: label {VOCAB} at flat position 2"):
+        results(p)
+
+
+def test_head_start_is_a_whole_number_of_blocks():
+    columns = planner.head_start(8192, 4096, "torch")
+    assert columns % BLOCK == 0 and 0.3 < 2 * 8192 * 4096 * columns / 700e9 < 0.4
+    assert planner.head_start(0, 4096, "torch") > 0
