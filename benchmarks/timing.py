@@ -15,23 +15,26 @@ SECONDS, MOST_ROUNDS = 0.3, 60
 
 
 class Timer:
-    """Runs functions in turn, A B C A B C ..., so that clocks and neighbours drift for all of them alike."""
+    """Runs functions in turn, A B C A B C ..., so that clocks and neighbours drift for all of them alike.
+
+    On CUDA nothing waits between runs, as in Triton's ``do_bench`` and in training: the host is ahead of the device as
+    far as a function lets it be, by its syncs and by its own time, which shows where it is longer than the device's.
+    """
 
     def __init__(self, device: torch.device, rounds: int = 7, warmup: int = 2):
         self.device, self.rounds, self.warmup = device, rounds, warmup
-        # Cleared before every run: the L2 cache is cold, and the host is ahead of the device by the 0.25 ms that this
-        # takes, as it is in training, where the model's own kernels are still queued when the loss is called.
-        self.flush = torch.empty(1 << 30, dtype=torch.uint8, device=device) if device.type == "cuda" else None
+        # Cleared before every run, so that the L2 cache is cold.
+        self.flush = torch.empty(1 << 28, dtype=torch.uint8, device=device) if device.type == "cuda" else None
 
     def medians(self, functions: Functions) -> dict[str, float]:
         """Median milliseconds of each, without Python's garbage collector, as timeit does."""
-        warm = [self._round(functions) for _ in range(self.warmup)]
-        more = self._short(warm[-1]) if self.device.type == "cuda" else 0
         collecting = gc.isenabled()
         gc.collect()
         gc.disable()
         try:
-            rounds = [self._round(functions) for _ in range(more + max(self.rounds, more))][more:]
+            warm = self._rounds(functions, self.warmup)
+            more = self._short(warm[-1]) if warm and self.device.type == "cuda" else 0
+            rounds = self._rounds(functions, more + max(self.rounds, more))[more:]
         finally:
             if collecting:
                 gc.enable()
@@ -42,22 +45,28 @@ class Timer:
         """Rounds that take SECONDS: short functions warm up that long and run that long, since clocks rise slowly."""
         return min(MOST_ROUNDS, math.ceil(SECONDS / max(1e-3 * sum(times.values()), 1e-6)))
 
-    def _round(self, functions: Functions) -> dict[str, float]:
-        return {name: self.once(function) for name, function in functions.items()}
+    def _rounds(self, functions: Functions, count: int) -> list[dict[str, float]]:
+        started = [{name: self._start(function) for name, function in functions.items()} for _ in range(count)]
+        return [{name: milliseconds() for name, milliseconds in round_.items()} for round_ in started]
 
-    def once(self, function: Callable[[], object]) -> float:
+    def _start(self, function: Callable[[], object]) -> Callable[[], float]:
+        """Run it, or have the device do so; the time comes by a call."""
         if self.flush is None:
-            start = time.perf_counter()
+            begin = time.perf_counter()
             function()
-            return (time.perf_counter() - start) * 1e3
+            milliseconds = (time.perf_counter() - begin) * 1e3
+            return lambda: milliseconds
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda.synchronize()
         self.flush.zero_()
         begin.record()
         function()
         end.record()
-        torch.cuda.synchronize()
-        return begin.elapsed_time(end)
+
+        def elapsed() -> float:
+            end.synchronize()
+            return begin.elapsed_time(end)
+
+        return elapsed
 
 
 def peak_bytes(function: Callable[[], object], device: torch.device) -> int:
