@@ -69,7 +69,8 @@ def number(name: str, value) -> float:
 
 
 def finite(name: str, value) -> float:
-    if not math.isfinite(number(name, value)):
+    # Not math.isfinite, which has no answer for the symbolic numbers of torch.compile(dynamic=True).
+    if not -math.inf < number(name, value) < math.inf:
         raise ValueError(f"{name}: expected a finite number, got {value}")
     return float(value)
 

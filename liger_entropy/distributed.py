@@ -32,6 +32,7 @@ class Facts(NamedTuple):
     tokens: int = 0
     hidden: int = 0
     labels: int = 0  # a checksum
+    temperatures: int = 0  # a checksum of one value per token
     needs_input_gradient: int = 0
     settings: int = 0  # a checksum of everything else that enters the result
 
@@ -41,9 +42,10 @@ _AGREED = {
     "tokens": "input: the ranks of process_group must hold the same tokens, but their counts are",
     "hidden": "input: the hidden sizes on the ranks of process_group are",
     "labels": "target: the ranks of process_group must hold the same labels, but their checksums are",
+    "temperatures": "temperature: the ranks of process_group must hold the same values, but their checksums are",
     "needs_input_gradient": "input: requires_grad must be the same on every rank of process_group, but is",
     "settings": "process_group: the ranks disagree on ignore_index, softcap, logit_scale, temperature, the products' "
-    "dtype or the outputs wanted; the checksums are",
+    "dtype, skip_ignored, check_labels or the outputs wanted; the checksums are",
 }
 _DATA_PARALLEL = (
     "; a parameter that FSDP2 shards over data-parallel ranks is no shard of a parallel vocabulary: use it inside the "
@@ -100,11 +102,15 @@ def _exchange(group: dist.ProcessGroup, facts: Facts, like: Any) -> list[Facts]:
 
 
 @torch.compiler.disable(reason="liger_entropy: the sizes of the vocabulary's shards are read from the other ranks")
-def agree(group: dist.ProcessGroup, facts: Facts, settings: tuple, target: Tensor) -> Layout:
+def agree(
+    group: dist.ProcessGroup, facts: Facts, settings: tuple, target: Tensor, temperature: Tensor | None
+) -> Layout:
     """The layout of the vocabulary, after one small all-gather in which the ranks check each other's arguments."""
     if target.is_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("process_group: the ranks compare their shards on the host, not in a CUDA graph")
     facts = facts._replace(labels=_checksum(target), settings=zlib.crc32(repr(settings).encode()))
+    if temperature is not None:
+        facts = facts._replace(temperatures=_checksum(temperature.double().view(torch.int64)))
     everyone = _exchange(group, facts, target)
     refused = [rank for rank, other in enumerate(everyone) if other.refused]
     if refused:
@@ -130,9 +136,9 @@ def alone(facts: Facts) -> Layout:
     return Layout("", 0, facts.vocab_size or facts.rows, (facts.rows,), (facts.class_weights - 1,))
 
 
-def _checksum(target: Tensor) -> int:  # [T]
-    """Depends on every label and its place; wraps around."""
-    return int((target * torch.arange(1, len(target) + 1, device=target.device)).sum())
+def _checksum(values: Tensor) -> int:  # [T] int64
+    """Depends on every value and its place; wraps around."""
+    return int((values * torch.arange(1, len(values) + 1, device=values.device)).sum())
 
 
 def _check_rows(rows: tuple[int, ...], vocab_size: int) -> None:

@@ -147,19 +147,27 @@ def _weight_of(target: Tensor, class_weight: Tensor, dtype: torch.dtype) -> Tens
 
 
 def _cross_entropy(statistics: TokenStatistics, class_of_target: Tensor | None, label_smoothing: float) -> Tensor:
+    """0.0 - x rather than -x, which would be -0.0 at ignored tokens."""
     logprob = statistics.logprob
     if label_smoothing == 1.0:
-        return -statistics.smooth_logprob
+        return 0.0 - statistics.smooth_logprob
     if class_of_target is not None:
         logprob = _weighted(class_of_target, logprob)
     if label_smoothing == 0.0:
-        return -logprob
-    return -((1.0 - label_smoothing) * logprob + label_smoothing * statistics.smooth_logprob)
+        return 0.0 - logprob
+    return 0.0 - ((1.0 - label_smoothing) * logprob + label_smoothing * statistics.smooth_logprob)
 
 
 def _weighted(weight: Tensor | None, values: Tensor) -> Tensor:
-    """weight * values, and exactly 0 where the weight is 0, also for an infinite value."""
-    return values if weight is None else weight * torch.where(weight == 0, 0.0, values)
+    """weight * values, and exactly 0 where the weight is 0, also for an infinite value and in the values' gradient. The
+    weight's own gradient there is the value, if that is finite."""
+    if weight is None:
+        return values
+    zero, at_zero = weight == 0, 0.0
+    if weight.requires_grad:
+        at_zero = values.detach()
+        at_zero = torch.where(at_zero.isfinite(), at_zero, 0.0)
+    return weight * torch.where(zero, at_zero, values)
 
 
 def _reduce(values: Tensor, divisor: Tensor, reduction: str, group: str) -> Tensor:

@@ -130,10 +130,11 @@ def _token_statistics_backward(*arguments):
 @fake("token_statistics_backward")
 def _(*arguments):
     _, tensors, _, _, needs = _split(arguments, Upstream, Tensors, Kept, Settings)
-    parameters = (tensors.x, tensors.weight, tensors.bias)
+    rows_first, as_it_is = torch.contiguous_format, torch.preserve_format
+    parameters = (tensors.x, rows_first), (tensors.weight, as_it_is), (tensors.bias, as_it_is)
     return tuple(
-        torch.empty_like(p) if need and p is not None else tensors.x.new_empty(0)
-        for p, need in zip(parameters, needs, strict=True)
+        torch.empty_like(p, memory_format=layout) if need and p is not None else tensors.x.new_empty(0)
+        for (p, layout), need in zip(parameters, needs, strict=True)
     )
 
 

@@ -60,6 +60,8 @@ class Products:
         """out = a b, rounded once, to out's dtype."""
         if out.dtype == a.dtype:
             return torch.mm(a, b, out=out)
-        if self.mixed and out.dtype == self.accumulator:
+        if not self.mixed:
+            return out.copy_(torch.mm(a, b))
+        if out.dtype == self.accumulator:
             return torch.mm(a, b, out_dtype=self.accumulator, out=out)
-        return out.copy_(torch.mm(a, b))
+        return out.copy_(torch.mm(a, b, out_dtype=self.accumulator))

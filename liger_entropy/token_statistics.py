@@ -17,6 +17,7 @@ from .distributed import Facts, Layout
 from .engine import Settings, Sizes
 from .labels import Labels
 from .planner import ComputeOptions
+from .products import Products
 
 
 @dataclass(frozen=True)
@@ -148,7 +149,7 @@ class Call:
         with self.telling():
             backend = planner.choose_backend(options.backend, self.input.device, self.dtype)
             backend = planner.choose_kernels(backend, self.weight, self.dtype)
-        layout = self._agree((entropy, smooth, prediction))
+        layout = self._agree((options.skip_ignored, options.check_labels, entropy, smooth, prediction))
         class_weight = self._shard_class_weight(layout)
         labels = self._labels(options, backend, layout.vocab_size)
         free = planner.free_for_cache(options.cache_bytes, self.input.device) if self.weight is not None else 0
@@ -186,8 +187,8 @@ class Call:
         labels.check()
         return outputs
 
-    def _agree(self, wanted: tuple[bool, bool, bool]) -> Layout:
-        """Where the rows lie in the vocabulary, agreed with the ranks that share it."""
+    def _agree(self, flags: tuple[bool, ...]) -> Layout:
+        """Where the rows lie in the vocabulary, agreed with the ranks that share it, like what the work depends on."""
         facts = Facts(
             rows=self.rows,
             class_weights=0 if self.class_weight is None else len(self.class_weight) + 1,
@@ -202,7 +203,8 @@ class Call:
             needs_input_gradient=int(gradient),
         )
         scalars = (self.ignore_index, self.softcap, self.logit_scale, self.inverse_temperature, str(self.dtype))
-        return distributed.agree(self.group, facts, (*scalars, self.temperature is None, *wanted), self.target)
+        settings = (*scalars, self.temperature is None, *flags)
+        return distributed.agree(self.group, facts, settings, self.target, self.temperature)
 
     def _shard_class_weight(self, layout: Layout) -> Tensor | None:
         """The weights of this rank's rows. Given ones are all [V], or one per row of every rank's weight."""
@@ -235,4 +237,5 @@ class Call:
         gradients = self.weight.numel() * self.weight.element_size() + 3 * self.input.numel() * 4
         budget = planner.cache_budget(options.cache_bytes, free, gradients + rows * widths.gradient * 4)
         block = backends.get(backend).BLOCK_COLUMNS
-        return *plan, planner.cache_columns(rows, columns, block, budget, self.dtype.itemsize)
+        itemsize = Products(self.dtype, self.input.device).gradient_dtype.itemsize
+        return *plan, planner.cache_columns(rows, columns, block, budget, itemsize)

@@ -129,6 +129,31 @@ def test_inductor_breaks_the_loss():
     torch.testing.assert_close(*compiled_and_eager(all_options, (x, w, t), "inductor"))
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x, w, t: linear_cross_entropy(x.t(), w, t, entropy_coef=0.1),
+        lambda x, w, t: cross_entropy((w @ x).t(), t, entropy_coef=0.1),
+    ],
+)
+def test_inductor_expects_other_strides_of_a_transposed_input(call):
+    x, w, t = torch.randn(5, 6), torch.randn(40, 5), labels((6,), 40)
+    torch.testing.assert_close(*compiled_and_eager(call, (x, w, t), "inductor"))
+
+
+def test_dynamic_numbers_break_the_graph():
+    """torch.compile(dynamic=True) makes symbols of float arguments."""
+
+    def loss(x, w, t, c):
+        return linear_cross_entropy(x, w, t, entropy_coef=c, softcap=5 * c, temperature=c, logit_scale=c)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True, dynamic=True)
+    x, w, t = torch.randn(6, 5, requires_grad=True), torch.randn(40, 5), labels((6,), 40)
+    for c in (0.5, 0.75, 1.5):
+        torch.testing.assert_close(compiled(x, w, t, c), loss(x, w, t, c))
+
+
 def test_number_of_kept_tokens_recompiles():
     """CMP-03: none per count of kept tokens, at most one per length (the second length makes it dynamic)."""
     torch._dynamo.reset()

@@ -181,3 +181,22 @@ def test_gradient_of_token_weights_is_dropped():
     nll = F.cross_entropy(p.input @ p.linear_weight.T, p.target, reduction="none")
     w = tw * (p.target != -100)
     assert_near(*(torch.autograd.grad(v, tw)[0] for v in (loss, (w * nll).sum() / w.sum())), 1e-10)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_weight_of_0_has_no_gradient(reduction):
+    """Its token contributes nothing, but a larger weight would."""
+    p = problem(5, 6, 9, torch.float64, ignored=0)
+    tw = torch.tensor([0.0, 1.0, 0.5, 0.0, 2.0], dtype=torch.float64, requires_grad=True)
+    loss = linear_cross_entropy(p.input, p.linear_weight, p.target, token_weight=tw, reduction=reduction)
+    nll = F.cross_entropy(p.input @ p.linear_weight.T, p.target, reduction="none")
+    expected = (tw * nll).sum() / (tw.sum() if reduction == "mean" else 1)
+    assert_near(*(torch.autograd.grad(v, tw)[0] for v in (loss, expected)), 1e-10)
+
+
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.3, 1.0])
+def test_ignored_token_has_a_loss_of_negative_zero(label_smoothing):
+    p = problem(5, 6, 9)
+    p.target[1] = -100
+    loss = linear_cross_entropy(p.input, p.linear_weight, p.target, reduction="none", label_smoothing=label_smoothing)
+    assert loss[1] == 0 and not loss[1].signbit()

@@ -93,6 +93,16 @@ def test_cache_exceeds_its_budget():
         assert kept >= min(budget, whole) // (64 * 4 * 1024) * (64 * 4 * 1024)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_cache_of_half_inputs_exceeds_its_budget(dtype):
+    """It holds fp32 where the products are made in fp32."""
+    p = problem(64, 16, 5000, dtype, ignored=0).leaves()
+    budget = 64 * 4 * 2048
+    tensors = saved(lambda: all_losses(p, ComputeOptions(cache_bytes=budget)))
+    cached = [t.untyped_storage().nbytes() for t in tensors if t.shape == (64, 2048)]
+    assert cached == [budget]
+
+
 def test_frozen_head_allocates_a_weight_gradient(recorder):
     """MEM-04"""
     p = problem(32, 64, 4096, ignored=0).leaves()

@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from liger_entropy import backends, planner
 
@@ -95,3 +96,20 @@ def test_launch_has_too_many_threads():
     """CMP-05: at most 1024 threads a program, also with 64 lanes to a warp."""
     pytest.importorskip("triton")
     assert backends.get("triton").WARPS * 64 <= 1024
+
+
+def test_cache_is_kept_where_saved_tensors_are_recomputed(monkeypatch):
+    """What is free may differ when an activation checkpoint runs the forward again, and then the saved shapes would."""
+    monkeypatch.setattr(planner, "free_memory", lambda device: 7)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    found = []
+
+    def head(x):
+        found.append(planner.free_for_cache("auto", torch.device("cuda")))
+        return x.sin()
+
+    x = torch.ones(2, requires_grad=True)
+    checkpoint(head, x, use_reentrant=False).sum().backward()
+    assert found == [0, 0]
+    head(x)
+    assert found[2] == 7

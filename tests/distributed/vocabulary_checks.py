@@ -173,6 +173,9 @@ def ranks_that_disagree_hang(ranks: Ranks):
         "requires_grad": dict(input=p.input.clone().requires_grad_(first)),
         "products' dtype": dict(input=p.input.float(), linear_weight=p.linear_weight[rows].float()) if first else {},
         "outputs wanted": dict(entropy_coef=0.1 * first),
+        "skip_ignored": dict(options=ComputeOptions(skip_ignored=first)),
+        "check_labels": dict(options=ComputeOptions(check_labels=first)),
+        "temperature: ": dict(temperature=torch.tensor([1.0, 2.0, 1.0, 1.0, -1.0 if first else 0.5])),
         "fewer than": dict(vocab_size=11),
     }
     for word, change in cases.items():

@@ -209,17 +209,30 @@ def test_dense_call_syncs():
         linear_cross_entropy(x, w, y, entropy_coef=0.1, options=options).backward()
 
 
-def test_more_than_one_sync():
+@pytest.mark.parametrize("ignored", [0, 10, 64])
+@pytest.mark.parametrize("call", ["head", "given logits"])
+def test_more_than_one_sync(call, ignored, monkeypatch):
+    """PERF-02: the wait for one event, which torch's debug mode does not see; that finds any other."""
     x, w, y, _, _ = head(64, 64, 3000)
-    y[:10] = -100
-    linear_cross_entropy(x, w, y).backward()
-    torch.cuda.set_sync_debug_mode("warn")
-    try:
-        with pytest.warns(UserWarning, match="synchroniz") as caught:
-            linear_cross_entropy(x, w, y, entropy_coef=0.1).backward()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert len([w for w in caught if "synchroniz" in str(w.message)]) == 1
+    y[:ignored] = -100
+    z = (x @ w.t()).detach().requires_grad_()
+    run = {
+        "head": lambda: linear_cross_entropy(x, w, y, entropy_coef=0.1).backward(),
+        "given logits": lambda: cross_entropy(z, y, entropy_coef=0.1).backward(),
+    }[call]
+    run()
+    waits, wait = [], torch.cuda.Event.synchronize
+    monkeypatch.setattr(torch.cuda.Event, "synchronize", lambda event: waits.append(event) or wait(event))
+    with syncs_are_errors():
+        run()
+    assert len(waits) == 1
+
+
+def test_bad_label_is_found_late_or_not_at_all():
+    x, w, y, _, _ = head(64, 64, 3000)
+    y[5] = 3000
+    with pytest.raises(ValueError, match="target: label 3000 at flat position 5"):
+        linear_cross_entropy(x, w, y)
 
 
 def test_graph_capture_fails():
