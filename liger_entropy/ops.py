@@ -83,10 +83,10 @@ def fake(name: str):
 
 @define("token_statistics", f"({_TENSORS}, {_SETTINGS}) -> ({', '.join(['Tensor'] * 8)})")
 def _token_statistics(*arguments):
-    return _finish(start(*arguments))
+    return _finish(_start(*arguments))
 
 
-def start(*arguments, head: int = 0) -> engine.Forward:
+def _start(*arguments, head: int = 0) -> engine.Forward:
     """The forward, with its first `head` columns on their way."""
     tensors, settings, _ = _split(arguments, Tensors, Settings)
     with torch.no_grad(), _no_autocast(tensors.x), on_device(tensors.x):
@@ -181,7 +181,7 @@ torch.library.register_autograd(
 
 
 # Dynamo would compile these frames where a graph break leaves the call itself uncompiled.
-start = torch.compiler.disable(start)
+start: Any = torch.compiler.disable(_start)
 _run_finish = torch.compiler.disable(_finish)
 _run_backward = torch.compiler.disable(_token_statistics_backward)
 

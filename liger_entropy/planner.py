@@ -210,7 +210,7 @@ def free_for_cache(option: int | str, device: torch.device) -> int:
     """Bytes of which the cache may take its share; 0 where it takes none, or where it need not be known."""
     if option != "auto" or device.type != "cuda" or not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return 0
-    hooked = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+    hooked = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None  # type: ignore[attr-defined]
     return 0 if hooked or torch.cuda.is_current_stream_capturing() else free_memory(device)
 
 

@@ -154,28 +154,25 @@ class Call:
         labels = self._labels(options, backend, layout.vocab_size)
         free = planner.free_for_cache(options.cache_bytes, self.input.device) if self.weight is not None else 0
 
-        def arguments(order: Tensor | None, count: Tensor | None) -> tuple:
-            columns = max(0, min(self.rows, layout.vocab_size - layout.start))
+        def arguments(order: Tensor | None = None, count: Tensor | None = None) -> tuple:
             rows = self.target.shape[0] if order is None else order.shape[0]
             settings = Settings(
-                Sizes(layout.start, layout.vocab_size, *self._plan(options, backend, columns, rows, free)),
+                Sizes(layout.start, layout.vocab_size, *self._plan(options, backend, layout, rows, free)),
                 (self.logit_scale, self.softcap, self.inverse_temperature),
                 self.dtype, backend, (entropy, smooth, prediction), layout.group,
             )  # fmt: skip
             x, y = self.input, labels.coded
             return x, self.weight, y, self.bias, class_weight, self.temperature, order, count, *settings
 
-        outputs, flat = (
-            self._run(labels, arguments, planner.head_start(*self.input.shape, backend))[:5],
-            self.target.shape,
-        )
-        if self.shape != flat:
-            outputs = (o.view(self.shape) if o.shape == flat else o for o in outputs)
-        return TokenStatistics(*outputs)
+        tokens, size = self.input.shape
+        outputs, flat = self._run(labels, arguments, planner.head_start(tokens, size, backend)), self.target.shape
+        if self.shape == flat:
+            return TokenStatistics(*outputs[:5])
+        return TokenStatistics(*(o.view(self.shape) if o.shape == flat else o for o in outputs[:5]))
 
     def _run(self, labels: Labels, arguments: Callable[..., tuple], head: int) -> tuple[Tensor, ...]:
         """The operator, started before it is known which rows are kept; if not all are, started again with them."""
-        every_row, started = arguments(None, None), None
+        every_row, started = arguments(), None
         if labels.are_waited_for:
             started = ops.start(*every_row, head=head)
         order, count = labels.kept_rows()
@@ -224,9 +221,10 @@ class Call:
         return Labels(self.target, self.temperature, self.ignore_index, vocab_size, backend, drop, check)
 
     def _plan(
-        self, options: ComputeOptions, backend: str, columns: int, rows: int, free: int
+        self, options: ComputeOptions, backend: str, layout: Layout, rows: int, free: int
     ) -> tuple[int, int, int, int]:
         """Columns of a chunk of logits, of a chunk in the backward's products, of its widest ones, and of the cache."""
+        columns = max(0, min(self.rows, layout.vocab_size - layout.start))
         if self.weight is None:
             return columns, columns, 0, 0
         copies = self.weight.dtype != self.dtype or not (ops.traced(self.weight) or self.weight.data_ptr() % 16 == 0)
