@@ -1,17 +1,18 @@
 """Launches of the kernels that make the logits themselves, for half operands on GPUs of compute capability 9.
 
 A tile of logits never leaves the multiprocessor: the forward is about one product's time, and no chunk of fp32 logits
-is written or read. Medians of ms on an H200 (torch 2.11, triton 3.6, 2026-12-01, bf16), all kernels in turn so that the
-GPU is as hot as in a step:
+is written or read. ms on an H200 (torch 2.11, triton 3.6, 2026-12-01, bf16), kernels of a step beside cuBLAS's x w^T:
 
-T, D, V               x w^T by cuBLAS   with logprob and entropy / all statistics, by tile    gradient, cuBLAS's dx, dw
-8192, 4096, 128256    12.25             128x256 12.81 / 13.28, 256x128 12.79 / 13.92,         13.09, 12.54, 12.53
-                                        two 128x128 at a time 12.88 / 13.07
-4096, 2048, 151936    3.63              3.97 / 4.35, 4.01 / 4.80, 3.82 / 4.30                 3.97, 3.59, 3.68
+T, D, V               cuBLAS   with logprob and entropy   gradient   a step with this tile / two 128x128 at a time
+4096, 2048, 151936    3.35     3.59                       3.62       16.44 / 16.51
+2048, 4096, 131072    3.02     3.08                       3.16       13.98 / 14.01
+16384, 3584, 152064   27.1     29.9                       28.6       107.1 / 112.8
+8192, 2304, 256000    15.2     16.4                       16.4       58.6 / 61.5
 
-The gradient above was written as a whole tile with 3 stages; in halves, which leaves room for 4, 13.26 and 3.91 beside
-cuBLAS's 11.83 and 3.61 of that run. Without `flatten` of the loop over tiles the 128x256 tile took 1.05 times as long,
-with the gradient 1.1.
+What the GPU's power allows differs from one GPU to the next by a tenth; only figures of one line are of one run. The
+rest of the time over cuBLAS is the work on the tile, in which the tensor cores wait: with none of it the statistics of
+T=8192, D=4096, V=128256 took 1.015 times the product, and with it 1.05 to 1.09. Without `flatten` of the loop over
+tiles it was 1.05 times as long. GROUP at 16 and 32 was no faster than at 8.
 """
 
 from __future__ import annotations
