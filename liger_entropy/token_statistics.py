@@ -173,7 +173,7 @@ class Call:
     def _run(self, labels: Labels, arguments: Callable[..., tuple], head: int) -> tuple[Tensor, ...]:
         """The operator, started before it is known which rows are kept; if not all are, started again with them."""
         every_row, started = arguments(), None
-        if labels.are_waited_for:
+        if labels.are_waited_for and not ops.traced(self.input):
             started = ops.start(*every_row, head=head)
         order, count = labels.kept_rows()
         if order is None:
