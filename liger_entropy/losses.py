@@ -207,11 +207,14 @@ def fused_loss(
         if token_weight is not None:
             token_weight = _checked_token_weight(token_weight, call.labels)
         tokens_of = _reduction_group(reduction_group, loss_options, call)
-    statistics = call.statistics(options or ComputeOptions(), **loss_options.wanted)
-    output = compose(
-        statistics, call.labels, loss_options, ignore_index=call.ignore_index, class_weight=call.class_weight,
-        token_weight=token_weight, reduction_group=tokens_of,
-    )  # fmt: skip
+
+    def composed(statistics: TokenStatistics) -> CrossEntropyOutput:
+        return compose(
+            statistics, call.labels, loss_options, ignore_index=call.ignore_index, class_weight=call.class_weight,
+            token_weight=token_weight, reduction_group=tokens_of,
+        )  # fmt: skip
+
+    output = call.statistics(options or ComputeOptions(), composed, **loss_options.wanted)
     o = loss_options
     more = o.return_entropy_loss or o.return_z_loss or o.return_token_accuracy or o.return_predicted_tokens
     return output if more else output.loss

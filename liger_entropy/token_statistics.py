@@ -111,6 +111,10 @@ def _wanted(names: Collection[str] | None) -> dict[str, bool]:
     return {argument: names is None or name in names for argument, name in optional.items()}
 
 
+def _itself(statistics: TokenStatistics) -> TokenStatistics:
+    return statistics
+
+
 class Call:
     """A checked call: tensors flattened to ``[T, ...]``. ``weight`` None: ``input`` holds given logits ``[..., V]``."""
 
@@ -144,8 +148,12 @@ class Call:
             self.inverse_temperature = 1.0 / positive("temperature", temperature)
         self.dtype = product_dtype(self.input, self.weight)
 
-    def statistics(self, options: ComputeOptions, *, entropy: bool, smooth: bool, prediction: bool) -> TokenStatistics:
-        """Run the operator; a statistic that is not wanted comes back empty. class_weight is all of it from here on."""
+    def statistics(
+        self, options: ComputeOptions, then: Callable = _itself, /, *, entropy: bool, smooth: bool, prediction: bool
+    ) -> Any:
+        """Run the operator; a statistic that is not wanted comes back empty. class_weight is all of it from here on.
+
+        What comes back is ``then`` of the statistics: a GPU is busy with it while the host waits for late checks."""
         with self.telling():
             backend = planner.choose_backend(options.backend, self.input.device, self.dtype)
             backend = planner.choose_kernels(backend, self.weight, self.dtype)
@@ -165,10 +173,16 @@ class Call:
             return x, self.weight, y, self.bias, class_weight, self.temperature, order, count, *settings
 
         tokens, size = self.input.shape
-        outputs, flat = self._run(labels, arguments, planner.head_start(tokens, size, backend)), self.target.shape
+        outputs = self._run(labels, arguments, planner.head_start(tokens, size, backend))
+        result = then(self._shaped(outputs[:5]))
+        labels.check()
+        return result
+
+    def _shaped(self, outputs: tuple[Tensor, ...]) -> TokenStatistics:
+        flat = self.target.shape
         if self.shape == flat:
-            return TokenStatistics(*outputs[:5])
-        return TokenStatistics(*(o.view(self.shape) if o.shape == flat else o for o in outputs[:5]))
+            return TokenStatistics(*outputs)
+        return TokenStatistics(*(o.view(self.shape) if o.shape == flat else o for o in outputs))
 
     def _run(self, labels: Labels, arguments: Callable[..., tuple], head: int) -> tuple[Tensor, ...]:
         """The operator, started before it is known which rows are kept; if not all are, started again with them."""
@@ -177,12 +191,9 @@ class Call:
             started = ops.start(*every_row, head=head)
         order, count = labels.kept_rows()
         if order is None:
-            outputs = ops.token_statistics(*every_row, started=started)
-        else:
-            started = None
-            outputs = ops.token_statistics(*arguments(order, count))
-        labels.check()
-        return outputs
+            return ops.token_statistics(*every_row, started=started)
+        started = None
+        return ops.token_statistics(*arguments(order, count))
 
     def _agree(self, flags: tuple[bool, ...]) -> Layout:
         """Where the rows lie in the vocabulary, agreed with the ranks that share it, like what the work depends on."""
