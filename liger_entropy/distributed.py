@@ -110,7 +110,9 @@ def agree(
         raise RuntimeError("process_group: the ranks compare their shards on the host, not in a CUDA graph")
     facts = facts._replace(labels=_checksum(target), settings=zlib.crc32(repr(settings).encode()))
     if temperature is not None:
-        facts = facts._replace(temperatures=_checksum(temperature.double().view(torch.int64)))
+        # Words of 32 bits: a factor of 2^n would push the sign and exponent of a whole fp64 out of the product.
+        words = temperature.double().contiguous().view(torch.int32).long()
+        facts = facts._replace(temperatures=_checksum(words))
     everyone = _exchange(group, facts, target)
     refused = [rank for rank, other in enumerate(everyone) if other.refused]
     if refused:

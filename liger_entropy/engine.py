@@ -117,6 +117,12 @@ class Problem:
         size = self.x.shape[1] if weight is None else weight.shape[0]
         return max(0, min(size, s.vocab_size - s.vocab_start)) if self.x.shape[0] else 0
 
+    @property
+    def copies_weight(self) -> bool:
+        """Each operand is a copy in another dtype."""
+        weight = self.tensors.weight
+        return weight is not None and not weight.dtype == self.products.dtype == self.products.gradient_dtype
+
     def blocks(self, columns: int) -> int:
         return -(-columns // self.block_columns)
 
@@ -213,6 +219,7 @@ class Forward:
         p, partials, settings = self.problem, self.partials, self.problem.settings
         for chunk in self.chunks:
             self._fold(chunk)
+        self.buffer = None
         whole = partials if partials.shape[0] else _neutral(partials)[None]
         if settings.group:
             whole = distributed.merge_ranks(merge(whole), settings.group)[None]

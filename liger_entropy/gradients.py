@@ -17,7 +17,8 @@ from .equations import put
 
 # Chunks of the cache, each with a pass over dx; with 2, half as much memory comes on top. On an H200 a step with 8, 4
 # and 2 took 40.28, 38.97 and 38.21 ms (T=8192, D=4096, V=128256, bf16), 46.98, 45.49 and 44.54 (D=2304, V=256000).
-CACHED_CHUNKS = 2
+# COPIED_CHUNKS where each also takes a copy of its part of the weight.
+CACHED_CHUNKS, COPIED_CHUNKS = 2, 8
 # Bytes; a view that starts at a multiple of it is aligned for 128-bit loads and for cuBLAS in every dtype.
 ALIGNED = 256
 
@@ -61,10 +62,10 @@ class Accumulation:
         cached = kept.cache.shape[1] >= p.columns
         self.free = None if cached or p.sizes.wide_columns == 0 else _free_end(self.dw, p)
         self.piece = 0 if p.makes_products else p.sizes.logits_columns
-        self.cached, self.cached_room = self._cached_room()
-        self.wide, self.narrow = self._bounds()
+        self.cached, self.wide, self.narrow = self._bounds()
         self.room = Buffer(p.x, self.narrow, p.products.gradient_dtype if p.makes_products else p.products.accumulator)
         self.dx = self._input_gradient() if need_x else None
+        self.cached_room = self._cached_room()
 
     def _input_gradient(self) -> Tensor:
         """[R, D]; where there is nothing to accumulate in the input's own dtype."""
@@ -73,26 +74,27 @@ class Accumulation:
         make = p.x.new_empty if chunks else p.x.new_zeros
         return make(p.x.shape, dtype=p.tensors.x.dtype if alone else p.products.accumulator)
 
-    def _cached_room(self) -> tuple[list[tuple[int, int]], Buffer]:
-        """The cached chunks, and room for the gradient of one; narrow ones if there is not the memory."""
+    def _cached_room(self) -> Buffer:
+        """For the gradient of a cached chunk; if there is not the memory, the chunks become narrow ones."""
         p, narrow = self.problem, self.problem.sizes.gradient_columns
-        cached = min(self.kept.cache.shape[1], p.columns)
-        share = p.blocks(-(-cached // CACHED_CHUNKS)) * p.block_columns
-        bounds = steps(0, cached, max(narrow, share))
         try:
-            return bounds, Buffer(p.x, bounds, p.products.gradient_dtype)
+            return Buffer(p.x, self.cached, p.products.gradient_dtype)
         except torch.OutOfMemoryError:
-            bounds = steps(0, cached, narrow)
-            return bounds, Buffer(p.x, bounds, p.products.gradient_dtype)
+            self.cached = steps(0, self.cached[-1][1], narrow)
+            return Buffer(p.x, self.cached, p.products.gradient_dtype)
 
-    def _bounds(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-        """Chunks behind the cache: wide ones in the free end of dw, narrow ones in room of their own."""
+    def _bounds(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]], list[tuple[int, int]]]:
+        """Consecutive chunks: cached ones, wide ones in the free end of dw, narrow ones in room of their own."""
         p, s = self.problem, self.problem.sizes
-        wide, start = [], self.cached[-1][1] if self.cached else 0
+        cached = min(self.kept.cache.shape[1], p.columns)
+        parts = COPIED_CHUNKS if p.copies_weight else CACHED_CHUNKS
+        share = p.blocks(-(-cached // parts)) * p.block_columns
+        first = steps(0, cached, max(s.gradient_columns, share))
+        wide, start = [], cached
         while (step := self._fitting(p.columns - start)) > s.gradient_columns:
             wide.append((start, start + step))
             start += step
-        return wide, steps(start, p.columns, s.gradient_columns)
+        return first, wide, steps(start, p.columns, s.gradient_columns)
 
     def _fitting(self, remaining: int) -> int:
         """Columns of a wide chunk whose gradient, with one piece of logits, fits in dw behind the chunk's own rows."""

@@ -30,7 +30,7 @@ class Labels:
 
     @property
     def are_waited_for(self) -> bool:
-        """Before the kept rows are known, the device has nothing to do but what was started for all rows."""
+        """The device has nothing to do until the host knows the kept rows, but for what is started on all of them."""
         return self.inspection is not None and self.drop and self.inspection.read and self.coded.is_cuda
 
     def kept_rows(self) -> tuple[Tensor | None, Tensor | None]:

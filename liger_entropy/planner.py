@@ -33,8 +33,8 @@ class ComputeOptions:
         cache_bytes: how many bytes of logits the forward may keep for the backward, which then recomputes only the
             rest and for a moment takes up to half as many again. ``"auto"``: a quarter of the GPU memory that is free
             then after setting the gradients' room aside; nothing on CPU, while compiling, during CUDA-graph capture,
-            or where saved tensors are recomputed or moved (activation checkpoints, offloading). A cache that cannot
-            be allocated is left out.
+            or where saved tensors are recomputed or moved (non-reentrant activation checkpoints, offloading). A cache
+            that cannot be allocated is left out.
         skip_ignored: drop ignored tokens before the first product. Costs one host sync, shared with check_labels.
         check_labels: raise ValueError for a label outside the vocabulary; when off, such a token's outputs are NaN.
 
@@ -151,9 +151,10 @@ def chunk_widths(rows: int, vocab: int, backend: str, chunk_bytes: int | str, co
     vocabulary, a whole step 58.8, 55.9 and 55.3 ms.
 
     Kernels that make the products have no fp32 logits: the forward is one chunk, unless `copies` of the weight are
-    needed, and the same bytes hold twice the columns of half gradients. Wide chunks take all of the room that dw has:
-    at most 1/8, 1/4 and 1/2 of the vocabulary wide, a step of T=8192 took 52.98, 51.10 and 51.79 ms, of T=2048, D=4096,
-    V=131072 14.01, 13.41 and 13.39 ms.
+    needed, and the same bytes hold twice the columns of half gradients. Wide chunks take all of the room that dw has,
+    or, where they need copies, 4 narrow ones. ms a step on an H200 (torch 2.11, triton 3.6, 2026-12-01, bf16) with at
+    most 1/8 and 1/4 of the vocabulary in a chunk, and with as much as fits: 16.51, 15.55, 15.48 (T=4096, D=2048,
+    V=151936), 14.01, 13.41, 13.39 (T=2048, D=4096, V=131072), 52.98, 51.10, 51.79 (T=8192, D=4096, V=128256).
     """
     module = backends.get(backend)
     makes_products, block = module.MAKES_PRODUCTS, module.BLOCK_COLUMNS
@@ -167,7 +168,9 @@ def chunk_widths(rows: int, vocab: int, backend: str, chunk_bytes: int | str, co
     least = 32 * MiB // row_bytes if rows < 2048 else 0
     gradient = _whole_blocks(round(max(vocab / share, least) / block), block, vocab)
     if makes_products:
-        return Widths(gradient if copies else max(1, vocab), gradient, vocab)
+        return (
+            Widths(gradient, gradient, min(vocab, 4 * gradient)) if copies else Widths(max(1, vocab), gradient, vocab)
+        )
     return Widths(min(vocab, 2 * gradient), gradient, min(vocab, 8 * gradient))
 
 
@@ -176,10 +179,13 @@ HEAD_START = 125e9
 
 
 def head_start(rows: int, hidden: int, backend: str) -> int:
-    """Columns of the forward that a GPU works on while the host waits for the count of kept rows. If rows are to be
-    dropped the work is done again, in time that would have been lost anyway."""
-    block = backends.get(backend).BLOCK_COLUMNS
-    return math.ceil(HEAD_START / max(rows * hidden, 1) / block) * block
+    """Columns of the forward that a Hopper GPU works on while the host waits for the count of kept rows. If rows are to
+    be dropped the work is done again, in time that would have been lost anyway. 0 for the other backends, which may be
+    too slow for that."""
+    module = backends.get(backend)
+    if not module.MAKES_PRODUCTS:
+        return 0
+    return math.ceil(HEAD_START / max(rows * hidden, 1) / module.BLOCK_COLUMNS) * module.BLOCK_COLUMNS
 
 
 def chunk_columns(rows: int, vocab: int, backend: str, chunk_bytes: int | str) -> int:

@@ -14,7 +14,7 @@ from torch import Tensor
 from . import backends, distributed, dtensor, ops, planner
 from .checks import check_tensors, checked_temperature, checked_vocab_size, finite, integer, positive, product_dtype
 from .distributed import Facts, Layout
-from .engine import Settings, Sizes
+from .engine import Forward, Settings, Sizes
 from .labels import Labels
 from .planner import ComputeOptions
 from .products import Products
@@ -70,7 +70,8 @@ def linear_token_statistics(
         ignore_index: label of tokens that take no part; None means -100.
         softcap: c > 0, or None for none.
         logit_scale: factor on the logits before the softcap.
-        temperature: > 0, a number or a tensor with one value per token; not differentiable. None means 1.
+        temperature: > 0, a number or a tensor with one value per token; not differentiable. None means 1. Under
+            torch.compile a number is a constant of the graph, as softcap and logit_scale are, and a tensor is not.
         process_group: the ranks that share the vocabulary (a ProcessGroup or a DeviceMesh of one dimension), or None:
             the weight is whole and nothing is communicated. Each rank passes its rows of weight and bias, in the order
             of the ranks, of any number and also none, and the same input, target and options; all get the same result.
@@ -172,8 +173,7 @@ class Call:
             x, y = self.input, labels.coded
             return x, self.weight, y, self.bias, class_weight, self.temperature, order, count, *settings
 
-        tokens, size = self.input.shape
-        outputs = self._run(labels, arguments, planner.head_start(tokens, size, backend))
+        outputs = self._run(labels, arguments, backend)
         result = then(self._shaped(outputs[:5]))
         labels.check()
         return result
@@ -184,16 +184,29 @@ class Call:
             return TokenStatistics(*outputs)
         return TokenStatistics(*(o.view(self.shape) if o.shape == flat else o for o in outputs))
 
-    def _run(self, labels: Labels, arguments: Callable[..., tuple], head: int) -> tuple[Tensor, ...]:
-        """The operator, started before it is known which rows are kept; if not all are, started again with them."""
-        every_row, started = arguments(), None
-        if labels.are_waited_for and not ops.traced(self.input):
-            started = ops.start(*every_row, head=head)
-        order, count = labels.kept_rows()
+    def _run(self, labels: Labels, arguments: Callable[..., tuple], backend: str) -> tuple[Tensor, ...]:
+        """The operator, started before it is known which rows are kept; if not all are, run again with them."""
+        every_row = arguments()
+        started = self._start(every_row, backend) if labels.are_waited_for else None
+        try:
+            order, count = labels.kept_rows()
+        except ValueError:
+            started = None  # the traceback would hold on to its cache
+            raise
         if order is None:
             return ops.token_statistics(*every_row, started=started)
         started = None
         return ops.token_statistics(*arguments(order, count))
+
+    def _start(self, arguments: tuple, backend: str) -> Forward | None:
+        tokens, size = self.input.shape
+        head = planner.head_start(tokens, size, backend)
+        if head == 0 or ops.traced(self.input):
+            return None
+        try:
+            return ops.start(*arguments, head=head)
+        except torch.OutOfMemoryError:  # the kept rows may need less
+            return None
 
     def _agree(self, flags: tuple[bool, ...]) -> Layout:
         """Where the rows lie in the vocabulary, agreed with the ranks that share it, like what the work depends on."""

@@ -1,10 +1,12 @@
 """The forward that is started before the kept rows are known; on a GPU the default, here put in its place."""
 
+import weakref
+
 import pytest
 import torch
 from problems import STATISTICS, problem
 
-from liger_entropy import ComputeOptions, engine, linear_token_statistics, planner
+from liger_entropy import ComputeOptions, engine, linear_token_statistics, ops, planner
 from liger_entropy.labels import Labels
 
 BLOCK = 1024
@@ -36,15 +38,38 @@ def test_forward_that_was_started_gives_something_else(ignored, head, chunk_byte
     assert [forward.problem.x.shape[0] for forward in made] == ([6, int(p.target.ne(-100).sum())] if ignored else [6])
 
 
-def test_bad_label_is_found_when_the_forward_has_started(monkeypatch):
+def test_bad_label_is_found_late_or_its_error_holds_the_cache(monkeypatch):
+    made, started = [], engine.Forward
+    monkeypatch.setattr(engine, "Forward", lambda *a: made.append(started(*a)) or made[-1])
     monkeypatch.setattr(Labels, "are_waited_for", property(lambda labels: labels.drop))
+    monkeypatch.setattr(planner, "head_start", lambda rows, hidden, backend: BLOCK)
     p = problem(6, 4, VOCAB)
     p.target[2] = VOCAB
-    with pytest.raises(ValueError, match=f"target: label {VOCAB} at flat position 2"):
-        results(p)
+    with pytest.raises(ValueError, match=f"target: label {VOCAB} at flat position 2") as error:
+        results(p, cache_bytes=1 << 30)
+    held = weakref.ref(made.pop())
+    assert error.value is not None and held() is None
+
+
+def test_start_that_finds_no_memory_fails(monkeypatch):
+    """The kept rows may need less."""
+
+    def full(*arguments, head):
+        raise torch.OutOfMemoryError
+
+    p = problem(6, 4, VOCAB)
+    expected = results(p)
+    monkeypatch.setattr(ops, "start", full)
+    monkeypatch.setattr(Labels, "are_waited_for", property(lambda labels: labels.drop))
+    monkeypatch.setattr(planner, "head_start", lambda rows, hidden, backend: BLOCK)
+    p.target[0] = -100
+    found = results(p)
+    assert found[0][0] == 0 and torch.equal(found[0][1:], expected[0][1:])
 
 
 def test_head_start_is_a_whole_number_of_blocks():
-    columns = planner.head_start(8192, 4096, "torch")
-    assert columns % BLOCK == 0 and 0.3 < 2 * 8192 * 4096 * columns / 700e9 < 0.4
-    assert planner.head_start(0, 4096, "torch") > 0
+    pytest.importorskip("triton")
+    columns = planner.head_start(8192, 4096, "hopper")
+    assert columns % 256 == 0 and 0.3 < 2 * 8192 * 4096 * columns / 700e9 < 0.4
+    assert planner.head_start(0, 4096, "hopper") > 0
+    assert planner.head_start(8192, 4096, "torch") == planner.head_start(8192, 4096, "triton") == 0

@@ -175,13 +175,25 @@ def ranks_that_disagree_hang(ranks: Ranks):
         "outputs wanted": dict(entropy_coef=0.1 * first),
         "skip_ignored": dict(options=ComputeOptions(skip_ignored=first)),
         "check_labels": dict(options=ComputeOptions(check_labels=first)),
-        "temperature: ": dict(temperature=torch.tensor([1.0, 2.0, 1.0, 1.0, -1.0 if first else 0.5])),
         "fewer than": dict(vocab_size=11),
     }
     for word, change in cases.items():
         arguments = dict(input=p.input, linear_weight=p.linear_weight[rows], target=p.target) | change
         message = refused(lambda arguments=arguments: linear_cross_entropy(**arguments, process_group=ranks.group))
         assert word in message or (word == "fewer than" and "declared 11" in message), f"{word}: {message}"
+
+
+def ranks_take_different_temperatures(ranks: Ranks):
+    """Also where a multiple of the difference wraps to 0: every fourth token, powers of 2, signs, two tokens at once."""
+    rows, p = rows_of((4, 4, 2), ranks.rank), small()
+    for places, value in (((0,), 2.0), ((1,), -1.0), ((3,), math.inf), ((0, 2), -1.0), ((4,), 0.5)):
+        temperature = torch.ones(5)
+        if ranks.rank == 0:
+            temperature[list(places)] = value
+        call = dict(input=p.input, linear_weight=p.linear_weight[rows], target=p.target)
+        call |= dict(temperature=temperature)
+        message = refused(lambda call=call: linear_cross_entropy(**call, process_group=ranks.group))
+        assert "temperature" in message and "checksums" in message, message
 
 
 def ranks_wait_for_one_that_raised(ranks: Ranks):

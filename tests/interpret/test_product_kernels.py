@@ -9,6 +9,7 @@ from problems import TRANSFORM, all_statistics, check_losses, check_statistics, 
 from liger_entropy import ComputeOptions, planner
 from liger_entropy.backends import hopper
 from liger_entropy.equations import FIELDS, TARGET_LOGIT, Transform
+from liger_entropy.labels import Labels
 
 # The interpreter computes with numpy, which warns of the log 0 and exp overflow that the kernels select away.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -105,3 +106,13 @@ def test_operands_that_tma_cannot_read_are_taken_in_place():
     assert moved.linear_weight.data_ptr() % 16 and moved.input.stride(0) == 11
     for name, value in all_statistics(moved, compute(cache_bytes=0)).items():
         assert torch.equal(value, expected[name]), name
+
+
+@pytest.mark.parametrize("cached", [0, 1, 3])
+@pytest.mark.parametrize("ignored", [0, 0.4])
+def test_forward_that_was_started_gives_something_else(ignored, cached, monkeypatch):
+    """Its first block of columns, and the logits kept of it, are launched alone."""
+    p = problem(6, 8, 3 * COLUMNS - 50, ignored=ignored, entropy_coef=0.1)
+    monkeypatch.setattr(Labels, "are_waited_for", property(lambda labels: labels.drop))
+    monkeypatch.setattr(planner, "head_start", lambda rows, hidden, backend: COLUMNS)
+    check_losses(p, compute(cache_bytes=cached * COLUMNS * 6 * 4))
