@@ -184,7 +184,7 @@ def ranks_that_disagree_hang(ranks: Ranks):
 
 
 def ranks_take_different_temperatures(ranks: Ranks):
-    """Also where a multiple of the difference wraps to 0: every fourth token, powers of 2, signs, two tokens at once."""
+    """Also where a multiple of the difference wraps to 0: every fourth token, powers of 2, signs, two tokens."""
     rows, p = rows_of((4, 4, 2), ranks.rank), small()
     for places, value in (((0,), 2.0), ((1,), -1.0), ((3,), math.inf), ((0, 2), -1.0), ((4,), 0.5)):
         temperature = torch.ones(5)
