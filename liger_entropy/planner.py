@@ -167,10 +167,10 @@ def chunk_widths(rows: int, vocab: int, backend: str, chunk_bytes: int | str, co
         return Widths(one, one, 0)
     least = 32 * MiB // row_bytes if rows < 2048 else 0
     gradient = _whole_blocks(round(max(vocab / share, least) / block), block, vocab)
+    if makes_products and copies:
+        return Widths(gradient, gradient, min(vocab, 4 * gradient))
     if makes_products:
-        return (
-            Widths(gradient, gradient, min(vocab, 4 * gradient)) if copies else Widths(max(1, vocab), gradient, vocab)
-        )
+        return Widths(max(1, vocab), gradient, vocab)
     return Widths(min(vocab, 2 * gradient), gradient, min(vocab, 8 * gradient))
 
 

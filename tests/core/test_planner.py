@@ -113,3 +113,12 @@ def test_cache_is_kept_where_saved_tensors_are_recomputed(monkeypatch):
     assert found == [0, 0]
     head(x)
     assert found[2] == 7
+
+
+def test_copy_of_the_weight_is_as_large_as_the_weight():
+    """Operands in another dtype are copied chunk by chunk, also where the kernels make the products."""
+    pytest.importorskip("triton")
+    for rows in (512, 8192):
+        widths = planner.chunk_widths(rows, 128256, "hopper", "auto", copies=True)
+        assert max(widths.logits, widths.wide) <= 4 * widths.gradient
+        assert planner.chunk_widths(rows, 128256, "hopper", "auto").wide == 128256
