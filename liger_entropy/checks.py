@@ -11,8 +11,18 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
+def _check_transforms() -> None:
+    """torch.func would take a gradient of the operator's for a constant."""
+    if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:  # type: ignore[attr-defined]
+        raise RuntimeError(
+            "liger_entropy: inside torch.func transforms (grad, vjp, jvp, vmap, ...), which are not supported; "
+            "use torch.autograd, or plain logits"
+        )
+
+
 def check_tensors(input, weight, target, bias, class_weight, sharded: bool) -> None:
     """Types, dtypes, devices and shapes, before any work. A shard of the vocabulary may be empty."""
+    _check_transforms()
     name = "logits" if weight is None else "input"
     check_float(name, input)
     if not isinstance(target, Tensor) or target.dtype not in _INTEGERS:

@@ -93,7 +93,8 @@ def linear_token_statistics(
             temperature or softcap not positive, tensors on different devices, ranks of process_group whose arguments do
             not fit together, a DTensor with other placements.
         TypeError: dtypes that do not fit, or a class_weight or temperature that requires grad.
-        RuntimeError: an explicit backend that cannot run; a second derivative; another rank of process_group raised.
+        RuntimeError: an explicit backend that cannot run; a second derivative; torch.func transforms; another rank of
+            process_group raised.
     """
     call = Call(
         input, linear_weight, target, linear_bias, class_weight, ignore_index, softcap, logit_scale, temperature,

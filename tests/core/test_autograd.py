@@ -362,3 +362,25 @@ def test_operator_runs_forward_twice(monkeypatch):
     p, tensors = leaves()
     torch.autograd.grad(sum(v.sum() for v in all_losses(p).values() if v.requires_grad), tensors)
     assert calls == ["Forward", "backward"]
+
+
+TRANSFORMS = {
+    "grad": lambda f, x: torch.func.grad(f)(x),
+    "vjp": lambda f, x: torch.func.vjp(f, x),
+    "jvp": lambda f, x: torch.func.jvp(f, (x,), (x,)),
+    "vmap": lambda f, x: torch.func.vmap(f)(x[None]),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
+def test_functional_transform_gives_a_wrong_derivative(transform):
+    x, w, y = torch.randn(3, 4), torch.randn(5, 4), torch.tensor([0, 1, 4])
+    for call in (lambda t: linear_cross_entropy(t, w, y), lambda t: cross_entropy(t @ w.t(), y)):
+        with pytest.raises(RuntimeError, match=r"torch\.func"):
+            transform(call, x)
+
+
+def test_forward_mode_gives_a_wrong_derivative():
+    x, w, y = torch.randn(3, 4), torch.randn(5, 4), torch.tensor([0, 1, 4])
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward mode"):
+        linear_cross_entropy(torch.autograd.forward_ad.make_dual(x, x), w, y)
