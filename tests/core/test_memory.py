@@ -103,6 +103,27 @@ def test_cache_of_half_inputs_exceeds_its_budget(dtype):
     assert cached == [budget]
 
 
+def test_room_for_cached_chunks_that_cannot_be_allocated_raises(monkeypatch):
+    """They become as narrow as the others."""
+    p, options, rooms = problem(6, 4, 5000).leaves(), ComputeOptions(cache_bytes=1 << 30, chunk_bytes=1), []
+    buffer = gradients.Buffer
+
+    def scarce(like, bounds, dtype):
+        rooms.append(max((stop - start for start, stop in bounds), default=0))
+        if rooms[-1] > 1024:
+            raise torch.OutOfMemoryError
+        return buffer(like, bounds, dtype)
+
+    def solved():
+        loss = linear_cross_entropy(p.input, p.linear_weight, p.target, entropy_coef=0.1, options=options)
+        return torch.autograd.grad(loss, [p.input, p.linear_weight])
+
+    expected = solved()
+    monkeypatch.setattr(gradients, "Buffer", scarce)
+    torch.testing.assert_close(solved(), expected, rtol=1e-5, atol=1e-7)
+    assert max(rooms) > 1024 and rooms[-1] == 1024
+
+
 def test_frozen_head_allocates_a_weight_gradient(recorder):
     """MEM-04"""
     p = problem(32, 64, 4096, ignored=0).leaves()
