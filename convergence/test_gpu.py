@@ -19,10 +19,10 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-# `python -m convergence.noise --device cuda --out noise_h200.json` on an NVIDIA H200, torch 2.11.0+cu130, transformers
-# 5.17.0, 2026-12-01. In five classes plain torch itself strays there by more than the bounds for a CPU: Mixtral (a
-# token's routing flips), Qwen3, and the negative coefficient, which rewards runaway logits; of the last, only the first
-# steps say anything there.
+# What `python -m convergence.noise CLASS --device cuda` printed for each on an NVIDIA H200, torch 2.11.0+cu130,
+# transformers 5.17.0, 2026-12-01; `--out` writes such a file. In five classes plain torch itself strays there by more
+# than the bounds for a CPU: Mixtral (a token's routing flips), Qwen3, and the negative coefficient, which rewards
+# runaway logits; of the last, only the first steps say anything there.
 NOISE = json.loads((Path(__file__).parent / "noise_h200.json").read_text())
 TIMES = 3
 

@@ -12,8 +12,8 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def _check_transforms() -> None:
-    """torch.func would take a gradient of the operator's for a constant."""
-    if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:  # type: ignore[attr-defined]
+    """Inside torch.func.jvp the op would give the derivative 0."""
+    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
         raise RuntimeError(
             "liger_entropy: inside torch.func transforms (grad, vjp, jvp, vmap, ...), which are not supported; "
             "use torch.autograd, or plain logits"

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from . import backends, distributed
 from .equations import FIELDS, ROW_MAX, Transform, merge
+from .notices import warn_once
 from .products import Products, aligned, empty_aligned
 
 
@@ -116,12 +117,6 @@ class Problem:
         weight, s = self.tensors.weight, self.sizes
         size = self.x.shape[1] if weight is None else weight.shape[0]
         return max(0, min(size, s.vocab_size - s.vocab_start)) if self.x.shape[0] else 0
-
-    @property
-    def copies_weight(self) -> bool:
-        """Each operand is a copy in another dtype."""
-        weight = self.tensors.weight
-        return weight is not None and not weight.dtype == self.products.dtype == self.products.gradient_dtype
 
     def blocks(self, columns: int) -> int:
         return -(-columns // self.block_columns)
@@ -244,6 +239,7 @@ def _cache(problem: Problem, size: int) -> Tensor:  # [K, columns]
     try:
         return empty_aligned(x, size, problem.sizes.cache_columns, dtype)
     except torch.OutOfMemoryError:
+        warn_once("no memory for the cache of logits; the backward makes them again")
         return empty_aligned(x, size, 0, dtype)
 
 

@@ -14,10 +14,12 @@ from torch import Tensor
 from . import distributed
 from .engine import Buffer, Chunk, Kept, Problem, Settings, Tensors, Upstream, part, steps
 from .equations import put
+from .notices import warn_once
 
-# Chunks of the cache, each with a pass over dx; with 2, half as much memory comes on top. On an H200 a step with 8, 4
-# and 2 took 40.28, 38.97 and 38.21 ms (T=8192, D=4096, V=128256, bf16), 46.98, 45.49 and 44.54 (D=2304, V=256000).
-# COPIED_CHUNKS where each also takes a copy of its part of the weight.
+# Chunks of the cache, each with a pass over dx; with 2, half as much memory comes on top. The cached step of
+# benchmarks/gpu_limits.py, in turn in one process (H200, torch 2.11, 2026-12-01), with 8, 4 and 2: 40.28, 38.97 and
+# 38.21 ms (T=8192, D=4096, V=128256), 46.98, 45.49 and 44.54 (D=2304, V=256000). COPIED_CHUNKS where each chunk also
+# takes a copy of its part of the weight.
 CACHED_CHUNKS, COPIED_CHUNKS = 2, 8
 # Bytes; a view that starts at a multiple of it is aligned for 128-bit loads and for cuBLAS in every dtype.
 ALIGNED = 256
@@ -80,6 +82,7 @@ class Accumulation:
         try:
             return Buffer(p.x, self.cached, p.products.gradient_dtype)
         except torch.OutOfMemoryError:
+            warn_once("little memory beside the cache of logits; the backward goes through it in narrow chunks")
             self.cached = steps(0, self.cached[-1][1], narrow)
             return Buffer(p.x, self.cached, p.products.gradient_dtype)
 
@@ -87,7 +90,7 @@ class Accumulation:
         """Consecutive chunks: cached ones, wide ones in the free end of dw, narrow ones in room of their own."""
         p, s = self.problem, self.problem.sizes
         cached = min(self.kept.cache.shape[1], p.columns)
-        parts = COPIED_CHUNKS if p.copies_weight else CACHED_CHUNKS
+        parts = COPIED_CHUNKS if p.products.copies(p.tensors.weight) else CACHED_CHUNKS
         share = p.blocks(-(-cached // parts)) * p.block_columns
         first = steps(0, cached, max(s.gradient_columns, share))
         wide, start = [], cached

@@ -1,4 +1,5 @@
-"""The operator as a torch.library custom op: schema, fake and autograd. The work is done in engine.py.
+"""The operator and its backward as torch.library ops: schemas, fakes, autograd. The work is done in engine.py and
+gradients.py.
 
 ``token_statistics`` gives the five statistics of every token and what its backward needs. Where nobody traces it is
 called without the dispatcher, whose layers around Python ops took 250 us of a step, as long as T=128 keeps an H200

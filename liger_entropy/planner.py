@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import math
 import os
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -15,6 +13,7 @@ import torch
 from torch import Tensor
 
 from . import backends
+from .notices import warn_once
 from .products import aligned
 
 MiB = 1 << 20
@@ -34,7 +33,7 @@ class ComputeOptions:
             rest and for a moment takes up to half as many again. ``"auto"``: a quarter of the GPU memory that is free
             then after setting the gradients' room aside; nothing on CPU, while compiling, during CUDA-graph capture,
             or where saved tensors are recomputed or moved (non-reentrant activation checkpoints, offloading). A cache
-            that cannot be allocated is left out.
+            that cannot be allocated is left out, with one warning.
         skip_ignored: drop ignored tokens before the first product. Costs one host sync, shared with check_labels.
         check_labels: raise ValueError for a label outside the vocabulary; when off, such a token's outputs are NaN.
 
@@ -97,11 +96,6 @@ def _triton_refusal(device: torch.device, dtype: torch.dtype) -> str | None:
     return triton_missing()
 
 
-@functools.cache
-def _warn_fallback(reason: str) -> None:
-    warnings.warn(f"liger_entropy: using the torch backend on a CUDA device because {reason}", stacklevel=2)
-
-
 def choose_backend(requested: str, device: torch.device, dtype: torch.dtype) -> str:
     """``"torch"`` or ``"triton"``. Raises RuntimeError if an explicit choice cannot run."""
     if requested == "torch":
@@ -112,7 +106,7 @@ def choose_backend(requested: str, device: torch.device, dtype: torch.dtype) -> 
     if requested == "triton" or (device.type == "cuda" and not refusal):
         return "triton"
     if device.type == "cuda" and dtype != torch.float64:
-        _warn_fallback(str(refusal))
+        warn_once(f"using the torch backend on a CUDA device because {refusal}")
     return "torch"
 
 
@@ -152,9 +146,10 @@ def chunk_widths(rows: int, vocab: int, backend: str, chunk_bytes: int | str, co
 
     Kernels that make the products have no fp32 logits: the forward is one chunk, unless `copies` of the weight are
     needed, and the same bytes hold twice the columns of half gradients. Wide chunks take all of the room that dw has,
-    or, where they need copies, 4 narrow ones. ms a step on an H200 (torch 2.11, triton 3.6, 2026-12-01, bf16) with at
-    most 1/8 and 1/4 of the vocabulary in a chunk, and with as much as fits: 16.51, 15.55, 15.48 (T=4096, D=2048,
-    V=151936), 14.01, 13.41, 13.39 (T=2048, D=4096, V=131072), 52.98, 51.10, 51.79 (T=8192, D=4096, V=128256).
+    or, where they need copies, 4 narrow ones. A step of benchmarks/gpu_limits.py without a cache, ms, in turn in one
+    process (H200, torch 2.11, triton 3.6, 2026-12-01), with at most 1/8 and 1/4 of the vocabulary in a chunk, and with
+    as much as fits: 16.51, 15.55, 15.48 (T=4096, D=2048, V=151936), 14.01, 13.41, 13.39 (T=2048, D=4096, V=131072),
+    52.98, 51.10, 51.79 (T=8192, D=4096, V=128256).
     """
     module = backends.get(backend)
     makes_products, block = module.MAKES_PRODUCTS, module.BLOCK_COLUMNS

@@ -34,10 +34,12 @@ class Products:
         # dtype in which a chunk's gradient enters the products.
         self.gradient_dtype = dtype if self.mixed else self.accumulator
 
+    def copies(self, tensor: Tensor | None) -> bool:
+        """Its operand is a copy in another dtype."""
+        return tensor is not None and not tensor.dtype == self.dtype == self.gradient_dtype
+
     def operand(self, tensor: Tensor) -> Tensor:
-        if tensor.dtype == self.dtype == self.gradient_dtype:
-            return tensor
-        return tensor.to(self.dtype).to(self.gradient_dtype)
+        return tensor.to(self.dtype).to(self.gradient_dtype) if self.copies(tensor) else tensor
 
     def logits(self, x: Tensor, w: Tensor, out: Tensor) -> Tensor:
         """out [R, C] = x w^T. x [R, D], w [C, D] operands."""

@@ -252,7 +252,10 @@ class Call:
         columns = max(0, min(self.rows, layout.vocab_size - layout.start))
         if self.weight is None:
             return columns, columns, 0, 0
-        copies = self.weight.dtype != self.dtype or not (ops.traced(self.weight) or self.weight.data_ptr() % 16 == 0)
+        products = Products(self.dtype, self.input.device)
+        # TMA reads a weight in place from a multiple of 16 bytes.
+        moved = not ops.traced(self.weight) and self.weight.data_ptr() % 16 != 0
+        copies = moved or products.copies(self.weight)
         widths = planner.chunk_widths(rows, columns, backend, options.chunk_bytes, copies)
         plan = widths.logits, widths.gradient, widths.wide
         if not torch.is_grad_enabled():
@@ -260,5 +263,4 @@ class Call:
         gradients = self.weight.numel() * self.weight.element_size() + 3 * self.input.numel() * 4
         budget = planner.cache_budget(options.cache_bytes, free, gradients + rows * widths.gradient * 4)
         block = backends.get(backend).BLOCK_COLUMNS
-        itemsize = Products(self.dtype, self.input.device).gradient_dtype.itemsize
-        return *plan, planner.cache_columns(rows, columns, block, budget, itemsize)
+        return *plan, planner.cache_columns(rows, columns, block, budget, products.gradient_dtype.itemsize)

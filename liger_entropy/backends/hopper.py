@@ -1,18 +1,18 @@
 """Launches of the kernels that make the logits themselves, for half operands on GPUs of compute capability 9.
 
 A tile of logits never leaves the multiprocessor: the forward is about one product's time, and no chunk of fp32 logits
-is written or read. ms on an H200 (torch 2.11, triton 3.6, 2026-12-01, bf16), kernels of a step beside cuBLAS's x w^T:
+is written or read. The step of benchmarks/gpu_limits.py without a cache, ms, in turn in one process (H200, torch 2.11,
+triton 3.6, 2026-12-01), by the tile of the forward:
 
-T, D, V               cuBLAS   with logprob and entropy   gradient   a step with this tile / two 128x128 at a time
-4096, 2048, 151936    3.35     3.59                       3.62       16.44 / 16.51
-2048, 4096, 131072    3.02     3.08                       3.16       13.98 / 14.01
-16384, 3584, 152064   27.1     29.9                       28.6       107.1 / 112.8
-8192, 2304, 256000    15.2     16.4                       16.4       58.6 / 61.5
+T, D, V                128 x 256, one at a time    128 x 128, two at a time
+8192, 4096, 128256     51.4                        53.0
+16384, 3584, 152064    107.1                       112.8
+4096, 2048, 151936     16.44                       16.51
+2048, 4096, 131072     13.98                       14.01
+8192, 2304, 256000     58.6                        61.5
 
-What the GPU's power allows differs from one GPU to the next by a tenth; only figures of one line are of one run. The
-rest of the time over cuBLAS is the work on the tile, in which the tensor cores wait: with none of it the statistics of
-T=8192, D=4096, V=128256 took 1.015 times the product, and with it 1.05 to 1.09. Without `flatten` of the loop over
-tiles it was 1.05 times as long. GROUP at 16 and 32 was no faster than at 8.
+Without `flatten` of the loop over tiles the forward's kernel took 1.05 times as long, the gradient's 1.1; a GROUP of 16
+or 32 was no faster than 8.
 """
 
 from __future__ import annotations
@@ -34,18 +34,9 @@ __all__ = ["BLOCK_COLUMNS", "MAKES_PRODUCTS", "Gradient", "Operands", "Statistic
 BLOCK_COLUMNS = 256
 
 
-class Tile(NamedTuple):
-    """What a program makes at a time; a multiprocessor has room for one program."""
-
-    rows: int
-    columns: int
-    depth: int
-    stages: int  # of its operands, that lie in shared memory at a time
-    warps: int
-
-
-# Of the 227 KiB of shared memory the operands take 192, and half a tile that is to be written 32.
-TILE = Tile(128, BLOCK_COLUMNS, depth=64, stages=4, warps=8)
+# A program makes TILE_ROWS x BLOCK_COLUMNS logits at a time, and a multiprocessor has room for one program: of its 227
+# KiB of shared memory STAGES operands of TILE_DEPTH take 192, and half a tile that is to be written 32.
+TILE_ROWS, TILE_DEPTH, STAGES, WARPS = 128, 64, 4, 8
 # Bytes; TMA wants bases and row strides at multiples of it.
 ALIGNED = 16
 MAKES_PRODUCTS = True
@@ -76,15 +67,15 @@ def _launch_product(
 ) -> None:
     """One launch over all tiles of the product; `written` [R, C] is filled tile by tile."""
     (rows, depth), columns = z.x.shape, z.w.shape[0]
-    x = _descriptor(z.x, TILE.rows, TILE.depth)
-    w = _descriptor(z.w, TILE.columns, TILE.depth)
-    half = [TILE.rows, TILE.columns // 2]
+    x = _descriptor(z.x, TILE_ROWS, TILE_DEPTH)
+    w = _descriptor(z.w, BLOCK_COLUMNS, TILE_DEPTH)
+    half = [TILE_ROWS, BLOCK_COLUMNS // 2]
     out = x if written is None else TensorDescriptor(written, list(written.shape), list(written.stride()), half)
-    constants = constants | dict(BLOCK_ROWS=TILE.rows, BLOCK_COLUMNS=TILE.columns, BLOCK_DEPTH=TILE.depth)
-    tiles = -(-rows // TILE.rows) * -(-columns // TILE.columns)
+    constants = constants | dict(BLOCK_ROWS=TILE_ROWS, BLOCK_COLUMNS=BLOCK_COLUMNS, BLOCK_DEPTH=TILE_DEPTH)
+    tiles = -(-rows // TILE_ROWS) * -(-columns // BLOCK_COLUMNS)
     launch(
         kernel, (min(tiles, _multiprocessors(z.x.device)), 1, 1), (z.x.dtype, depth),
-        (x, w, out, *pointers, rows, columns, depth, *numbers), constants, TILE.warps, TILE.stages,
+        (x, w, out, *pointers, rows, columns, depth, *numbers), constants, WARPS, STAGES,
     )  # fmt: skip
 
 

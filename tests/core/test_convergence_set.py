@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from convergence.classes import CLASSES
-from convergence.compare import FIELDS
+from convergence.compare import FIELDS, widened
 from convergence.data import VOCABULARY, training_batches
 from convergence.models import build
 from convergence.record import REFERENCES, digest, recorded
@@ -65,3 +65,14 @@ def test_member_does_not_cache_what_its_name_says(name, member, cached):
     kept = (labels[:, 1:] != -100).sum()
     wide = [shape for shape in saved if len(shape) == 2 and shape[1] == VOCABULARY]
     assert wide == ([(kept, VOCABULARY)] if cached else [])
+
+
+def test_bounds_for_a_gpu_lack_a_class_or_are_narrower():
+    noise = json.loads((REFERENCES.parent / "noise_h200.json").read_text())
+    assert set(noise) == {name for name in CLASSES if not name.endswith("kernels")}
+    for name, of_fields in noise.items():
+        bounds = CLASSES[name].bounds
+        for field, wide in widened(bounds, of_fields, 3).items():
+            assert wide.size == max(bounds[field].size, 3 * of_fields[field]["size"])
+            assert wide.mean == max(bounds[field].mean, 3 * of_fields[field]["mean"])
+            assert wide.early == bounds[field].early

@@ -154,6 +154,11 @@ def test_dynamic_numbers_break_the_graph():
         torch.testing.assert_close(compiled(x, w, t, c), loss(x, w, t, c))
 
 
+def test_meta_tensors_are_computed_on():
+    logits, target = torch.empty(4, 9, device="meta"), torch.empty(4, dtype=torch.int64, device="meta")
+    assert cross_entropy(logits, target, entropy_coef=0.1).shape == ()
+
+
 def test_number_of_kept_tokens_recompiles():
     """CMP-03: none per count of kept tokens, at most one per length (the second length makes it dynamic)."""
     torch._dynamo.reset()

@@ -1,4 +1,4 @@
-"""The forward that is started before the kept rows are known; on a GPU the default, here put in its place."""
+"""The forward that is started before the kept rows are known; on a Hopper GPU the default, here put in its place."""
 
 import weakref
 
@@ -13,6 +13,16 @@ BLOCK = 1024
 VOCAB = 3 * BLOCK - 100
 
 
+@pytest.fixture
+def started(monkeypatch):
+    """Start as a GPU does, one block ahead, and record every forward."""
+    forwards, forward = [], engine.Forward
+    monkeypatch.setattr(engine, "Forward", lambda *a: forwards.append(forward(*a)) or forwards[-1])
+    monkeypatch.setattr(Labels, "are_waited_for", property(lambda labels: labels.drop))
+    monkeypatch.setattr(planner, "head_start", lambda rows, hidden, backend: BLOCK)
+    return forwards
+
+
 def results(p, **options):
     q = p.leaves()
     s = linear_token_statistics(q.input, q.linear_weight, q.target, options=ComputeOptions(**options), **q.options)
@@ -25,35 +35,31 @@ def results(p, **options):
 @pytest.mark.parametrize("chunk_bytes", ["auto", 1 << 20])
 @pytest.mark.parametrize("head", [BLOCK, 2 * BLOCK, 100 * BLOCK])
 @pytest.mark.parametrize("ignored", [0, 0.5, 2])
-def test_forward_that_was_started_gives_something_else(ignored, head, chunk_bytes, cache_bytes, monkeypatch):
+def test_forward_that_was_started_gives_something_else(ignored, head, chunk_bytes, cache_bytes, started, monkeypatch):
+    options = dict(chunk_bytes=chunk_bytes, cache_bytes=cache_bytes)
     p = problem(6, 4, VOCAB)
     p.target = torch.where(torch.arange(6) < 6 * ignored, -100, torch.arange(6))
-    expected = results(p, chunk_bytes=chunk_bytes, cache_bytes=cache_bytes)
-    made, started = [], engine.Forward
-    monkeypatch.setattr(engine, "Forward", lambda *a: made.append(started(*a)) or made[-1])
-    monkeypatch.setattr(Labels, "are_waited_for", property(lambda labels: labels.drop))
+    monkeypatch.setattr(planner, "head_start", lambda rows, hidden, backend: 0)
+    expected = results(p, **options)
+    started.clear()
     monkeypatch.setattr(planner, "head_start", lambda rows, hidden, backend: head)
-    found = results(p, chunk_bytes=chunk_bytes, cache_bytes=cache_bytes)
+    found = results(p, **options)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    assert [forward.problem.x.shape[0] for forward in made] == ([6, int(p.target.ne(-100).sum())] if ignored else [6])
+    kept = int(p.target.ne(-100).sum())
+    assert [forward.problem.x.shape[0] for forward in started] == ([6, kept] if ignored else [6])
 
 
-def test_bad_label_is_found_late_or_its_error_holds_the_cache(monkeypatch):
-    made, started = [], engine.Forward
-    monkeypatch.setattr(engine, "Forward", lambda *a: made.append(started(*a)) or made[-1])
-    monkeypatch.setattr(Labels, "are_waited_for", property(lambda labels: labels.drop))
-    monkeypatch.setattr(planner, "head_start", lambda rows, hidden, backend: BLOCK)
+def test_bad_label_is_found_late_or_its_error_holds_the_cache(started):
     p = problem(6, 4, VOCAB)
     p.target[2] = VOCAB
     with pytest.raises(ValueError, match=f"target: label {VOCAB} at flat position 2") as error:
         results(p, cache_bytes=1 << 30)
-    held = weakref.ref(made.pop())
+    held = weakref.ref(started.pop())
     assert error.value is not None and held() is None
 
 
-def test_start_that_finds_no_memory_fails(monkeypatch):
+def test_start_that_finds_no_memory_fails(started, monkeypatch):
     """The kept rows may need less."""
-
     start = ops.start
 
     def full(*arguments, head=0):
@@ -64,8 +70,6 @@ def test_start_that_finds_no_memory_fails(monkeypatch):
     p = problem(6, 4, VOCAB)
     expected = results(p)
     monkeypatch.setattr(ops, "start", full)
-    monkeypatch.setattr(Labels, "are_waited_for", property(lambda labels: labels.drop))
-    monkeypatch.setattr(planner, "head_start", lambda rows, hidden, backend: BLOCK)
     p.target[0] = -100
     found = results(p)
     assert found[0][0] == 0 and torch.equal(found[0][1:], expected[0][1:])

@@ -7,6 +7,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from liger_entropy import backends, planner
+from liger_entropy.notices import warn_once
 
 BLOCKS = {"torch": 1024, "triton": 1024, "hopper": 256}
 ROWS = [0, 1, 2, 1000, 2047, 2048, 8192, 10**6]
@@ -85,7 +86,7 @@ def test_explicit_backend_falls_back_silently(dtype, reason, monkeypatch):
 def test_missing_triton_is_not_reported(monkeypatch):
     """The contract's point 10: on CUDA "auto" falls back once with the reason, an explicit choice raises it."""
     monkeypatch.setattr(planner, "triton_missing", lambda: "the package triton is not installed")
-    planner._warn_fallback.cache_clear()
+    warn_once.cache_clear()
     with pytest.warns(UserWarning, match="because the package triton is not installed"):
         assert planner.choose_backend("auto", torch.device("cuda"), torch.bfloat16) == "torch"
     with pytest.raises(RuntimeError, match="not installed"):
