@@ -21,6 +21,11 @@ from .equations import FIELDS, ROW_MAX, Transform, merge
 from .notices import warn_once
 from .products import Products, aligned, empty_aligned
 
+# Rounds of tiles in which a mask costs more than a launch of its own, which takes about one. A step of T=4096, D=2048,
+# V=151936 (benchmarks/gpu_limits.py, no cache, H200, torch 2.11, triton 3.6, 2026-12-01) took 15.50 ms in place of
+# 15.74; its forward has 144 rounds.
+MASKED_ROUNDS = 64
+
 
 class Tensors(NamedTuple):
     """The tensor arguments of a call. T tokens, D hidden size, V rows of the weight (classes of given logits)."""
@@ -170,7 +175,7 @@ def _padded(values: Tensor, size: int) -> Tensor:
 
 
 class Forward:
-    """The forward loop. Its first `head` columns are launched at once, the others when it is finished."""
+    """The forward loop. Its first `head` columns are launched at once, the others at the latest when it is finished."""
 
     def __init__(self, tensors: Tensors, settings: Settings, head: int = 0):
         self.problem = p = Problem(tensors, settings)
@@ -197,7 +202,16 @@ class Forward:
         bounds = steps(0, cached, width) + steps(cached, p.columns, width)
         if bounds and 0 < head < bounds[0][1]:
             bounds[:1] = [(0, head), (head, bounds[0][1])]
-        return bounds
+        return self._whole_tiles(bounds) if bounds and p.makes_products else bounds
+
+    def _whole_tiles(self, bounds: list[tuple[int, int]]) -> list[tuple[int, int]]:
+        """The last columns of a ragged vocabulary in a chunk of their own, if the one before is long: its kernel then
+        needs no mask."""
+        p, (start, stop) = self.problem, bounds[-1]
+        whole = stop // p.block_columns * p.block_columns
+        if whole in (start, stop) or p.backend.rounds(p.x.shape[0], whole - start, p.x.device) < MASKED_ROUNDS:
+            return bounds
+        return [*bounds[:-1], (start, whole), (whole, stop)]
 
     def _fold(self, chunk: Chunk) -> int:
         """Fold the chunk into the partials; where it ends."""
@@ -209,11 +223,15 @@ class Forward:
         self.statistics(z, chunk.bias, chunk.class_weight, p.sizes.vocab_start + start, here, kept)
         return stop
 
+    def launch(self) -> None:
+        """Launch what the head left."""
+        for chunk in self.chunks:
+            self._fold(chunk)
+
     def finish(self) -> tuple[list[Tensor | None], Kept]:
         """logprob, entropy, lse, smooth_logprob, prediction [T], None where not wanted, and what is kept."""
         p, partials, settings = self.problem, self.partials, self.problem.settings
-        for chunk in self.chunks:
-            self._fold(chunk)
+        self.launch()
         self.buffer = None
         whole = partials if partials.shape[0] else _neutral(partials)[None]
         if settings.group:

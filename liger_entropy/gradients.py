@@ -92,12 +92,17 @@ class Accumulation:
         cached = min(self.kept.cache.shape[1], p.columns)
         parts = COPIED_CHUNKS if p.products.copies(p.tensors.weight) else CACHED_CHUNKS
         share = p.blocks(-(-cached // parts)) * p.block_columns
-        first = steps(0, cached, max(s.gradient_columns, share))
+        narrow = self._whole_rounds(s.gradient_columns) or s.gradient_columns
+        first = steps(0, cached, max(narrow, share))
         wide, start = [], cached
-        while (step := self._fitting(p.columns - start)) > s.gradient_columns:
+        while (step := self._fitting(p.columns - start)) > narrow:
             wide.append((start, start + step))
             start += step
-        return first, wide, steps(start, p.columns, s.gradient_columns)
+        return first, wide, steps(start, p.columns, narrow)
+
+    def _whole_rounds(self, columns: int) -> int:
+        p = self.problem
+        return p.backend.whole_rounds(p.x.shape[0], columns, p.x.device) if p.makes_products else columns
 
     def _fitting(self, remaining: int) -> int:
         """Columns of a wide chunk whose gradient, with one piece of logits, fits in dw behind the chunk's own rows."""
@@ -107,8 +112,8 @@ class Accumulation:
         row_bytes = self.free.numel() // p.columns
         pieces = rows * self.piece * p.products.accumulator.itemsize + 2 * ALIGNED
         columns = (remaining * row_bytes - pieces) // (rows * p.products.gradient_dtype.itemsize + row_bytes)
-        unit = self.piece or p.block_columns
-        return min(columns, s.wide_columns) // unit * unit
+        columns = min(columns, s.wide_columns)
+        return columns // self.piece * self.piece if self.piece else self._whole_rounds(columns)
 
     def run(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         p = self.problem
@@ -117,6 +122,7 @@ class Accumulation:
                 self._add(gradient(chunk), chunk)
         if p.columns == 0:
             self._start_sum()
+        del self.room, self.cached_room  # before dx is there twice
         if self.sum is not None:
             self.sum.wait()
         dx = None if self.dx is None else put(self.dx.to(p.tensors.x.dtype), p.index, p.tensors.x.shape[0])

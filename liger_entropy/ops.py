@@ -94,6 +94,12 @@ def _start(*arguments, head: int = 0) -> engine.Forward:
         return engine.Forward(tensors, settings, head)
 
 
+def _launch(forward: engine.Forward) -> None:
+    tensors = forward.problem.tensors
+    with torch.no_grad(), _no_autocast(tensors.x), on_device(tensors.x):
+        forward.launch()
+
+
 def _finish(forward: engine.Forward) -> tuple[Tensor, ...]:
     tensors = forward.problem.tensors
     with _no_autocast(tensors.x), on_device(tensors.x):
@@ -183,6 +189,7 @@ torch.library.register_autograd(
 
 # Dynamo would compile these frames where a graph break leaves the call itself uncompiled.
 start: Any = torch.compiler.disable(_start)
+launch: Any = torch.compiler.disable(_launch)
 _run_finish = torch.compiler.disable(_finish)
 _run_backward = torch.compiler.disable(_token_statistics_backward)
 

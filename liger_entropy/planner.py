@@ -144,16 +144,20 @@ def chunk_widths(rows: int, vocab: int, backend: str, chunk_bytes: int | str, co
     V=128256 (torch 2.11, 2026-12-01): products 1024, 2048 and 4096 wide took 13.7, 12.8 and 12.9 ms a pass over the
     vocabulary, a whole step 58.8, 55.9 and 55.3 ms.
 
-    Kernels that make the products have no fp32 logits: the forward is one chunk, unless `copies` of the weight are
-    needed, and the same bytes hold twice the columns of half gradients. Wide chunks take all of the room that dw has,
-    or, where they need copies, 4 narrow ones. A step of benchmarks/gpu_limits.py without a cache, ms, in turn in one
-    process (H200, torch 2.11, triton 3.6, 2026-12-01), with at most 1/8 and 1/4 of the vocabulary in a chunk, and with
-    as much as fits: 16.51, 15.55, 15.48 (T=4096, D=2048, V=151936), 14.01, 13.41, 13.39 (T=2048, D=4096, V=131072),
-    52.98, 51.10, 51.79 (T=8192, D=4096, V=128256).
+    Kernels that make the products have no fp32 logits: the forward is one chunk and the backward takes 1/16 (3.1 % of
+    the fp32 logits), and all of the room that dw has. Where they need `copies` of the weight, which are as wide, the
+    forward and the backward take 1/32, and four times that in the end of dw. A step of benchmarks/gpu_limits.py without
+    a cache, ms, in turn in one process (H200, torch 2.11, triton 3.6, 2026-12-01):
+
+    T, D, V                in dw at most 1/8 of V, 1/4, all that fits    memory of its own: 1/32, 1/20, 1/16
+    4096, 2048, 151936     16.51, 15.55, 15.48                           15.70, 15.56, 15.43
+    2048, 4096, 131072     14.01, 13.41, 13.39                           13.40, 13.32, 13.05
+    8192, 4096, 128256     52.98, 51.10, 51.79                           51.97, 51.13, 50.81
+    8192, 2304, 256000                                                   60.15, 58.68, 58.18
     """
     module = backends.get(backend)
     makes_products, block = module.MAKES_PRODUCTS, module.BLOCK_COLUMNS
-    row_bytes, share = (2 * max(rows, 1), 32) if makes_products else (4 * max(rows, 1), 64)
+    row_bytes = (2 if makes_products else 4) * max(rows, 1)
     if chunk_bytes != "auto":
         given = _whole_blocks(int(chunk_bytes) // row_bytes // block, block, vocab)
         return Widths(max(1, vocab) if makes_products and not copies else given, given, 0)
@@ -161,6 +165,7 @@ def chunk_widths(rows: int, vocab: int, backend: str, chunk_bytes: int | str, co
         one = _whole_blocks(1, block, vocab)
         return Widths(one, one, 0)
     least = 32 * MiB // row_bytes if rows < 2048 else 0
+    share = 64 if not makes_products else 32 if copies else 16
     gradient = _whole_blocks(round(max(vocab / share, least) / block), block, vocab)
     if makes_products and copies:
         return Widths(gradient, gradient, min(vocab, 4 * gradient))
@@ -173,14 +178,15 @@ def chunk_widths(rows: int, vocab: int, backend: str, chunk_bytes: int | str, co
 HEAD_START = 125e9
 
 
-def head_start(rows: int, hidden: int, backend: str) -> int:
+def head_start(rows: int, hidden: int, backend: str, device: torch.device) -> int:
     """Columns of the forward that a Hopper GPU works on while the host waits for the count of kept rows. If rows are to
     be dropped the work is done again, in time that would have been lost anyway. 0 for the other backends, which may be
     too slow for that."""
     module = backends.get(backend)
     if not module.MAKES_PRODUCTS:
         return 0
-    return math.ceil(HEAD_START / max(rows * hidden, 1) / module.BLOCK_COLUMNS) * module.BLOCK_COLUMNS
+    columns = math.ceil(HEAD_START / max(rows * hidden, 1) / module.BLOCK_COLUMNS) * module.BLOCK_COLUMNS
+    return module.whole_rounds(rows, columns, device)
 
 
 def chunk_columns(rows: int, vocab: int, backend: str, chunk_bytes: int | str) -> int:

@@ -195,13 +195,15 @@ class Call:
             started = None  # the traceback would hold on to its cache
             raise
         if order is None:
+            if started is not None:
+                ops.launch(started)  # before the layers of autograd, while the device may be idle
             return ops.token_statistics(*every_row, started=started)
         started = None
         return ops.token_statistics(*arguments(order, count))
 
     def _start(self, arguments: tuple, backend: str) -> Forward | None:
         tokens, size = self.input.shape
-        head = planner.head_start(tokens, size, backend)
+        head = planner.head_start(tokens, size, backend, self.input.device)
         if head == 0 or ops.traced(self.input):
             return None
         try:

@@ -28,7 +28,10 @@ from . import triton
 from .hopper_kernels import product_gradient_kernel, product_statistics_kernel
 from .triton import as_float, coefficients, finish, inspect, launch, transform_flags
 
-__all__ = ["BLOCK_COLUMNS", "MAKES_PRODUCTS", "Gradient", "Operands", "Statistics", "coefficients", "finish", "inspect"]
+__all__ = [
+    "BLOCK_COLUMNS", "MAKES_PRODUCTS", "Gradient", "Operands", "Statistics", "coefficients", "finish", "inspect",
+    "rounds", "whole_rounds",
+]  # fmt: skip
 
 # One partial is this many columns.
 BLOCK_COLUMNS = 256
@@ -52,6 +55,18 @@ class Operands(NamedTuple):
 @functools.cache
 def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+
+
+def rounds(rows: int, columns: int, device: torch.device) -> int:
+    """How many whole tiles of a product each multiprocessor makes, rounded down."""
+    return -(-rows // TILE_ROWS) * (columns // BLOCK_COLUMNS) // _multiprocessors(device)
+
+
+def whole_rounds(rows: int, columns: int, device: torch.device) -> int:
+    """The most columns, up to these and in whole tiles, that leave few multiprocessors without a tile at the end. A
+    step without a cache, as above: 58.7 ms in place of 60.2 (D=2304), 107.6 in place of 110.6 (D=3584)."""
+    tiles = rounds(rows, columns, device) * _multiprocessors(device) // max(-(-rows // TILE_ROWS), 1)
+    return (tiles or columns // BLOCK_COLUMNS) * BLOCK_COLUMNS
 
 
 def _descriptor(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
@@ -99,7 +114,9 @@ class Statistics(triton.Statistics):
 class Gradient(triton.Gradient):
     """As the base, of :class:`Operands` or of the cache."""
 
-    cached_block = 4, BLOCK_COLUMNS
+    # On an H200 (T=8192, 64128 columns, torch 2.11, triton 3.6, 2026-12-01) 0.516 ms, with one block 0.544, with four
+    # 0.523; with 8 rows and 2 warps 0.60, with 16 and 4 0.61.
+    cached_block = 4, BLOCK_COLUMNS, 2
 
     def __call__(self, z: Any, block_max, bias, class_weight, offset, out) -> None:
         if block_max is not None:

@@ -123,7 +123,8 @@ class Statistics:
 class Gradient:
     """Turns the logits of a call into gradients, chunk by chunk."""
 
-    cached_block = 1, BLOCK_COLUMNS  # rows and columns of a program's tile; the columns are those of a block maximum
+    # Rows and columns of a tile of the cache, whose columns are those of a block maximum, and tiles of a program.
+    cached_block = 1, BLOCK_COLUMNS, 1
 
     def __init__(
         self,
@@ -147,8 +148,8 @@ class Gradient:
         out: Tensor,  # [R, C], written; may lie over z
     ) -> None:
         transform, (rows, columns) = self.transform, z.shape
-        rows_each, block = (1, _block(columns)) if block_max is None else self.cached_block
-        programs = 1 if out.data_ptr() == z.data_ptr() else _ceil_divide(columns, block)
+        rows_each, block, each = (1, _block(columns), 1) if block_max is None else self.cached_block
+        programs = 1 if out.data_ptr() == z.data_ptr() else _ceil_divide(columns, block * each)
         arguments = (
             z, z.stride(0), z.stride(1), z if block_max is None else block_max,
             0 if block_max is None else block_max.stride(0), self.target, as_float(bias, z), as_float(class_weight, z),

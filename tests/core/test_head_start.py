@@ -19,7 +19,7 @@ def started(monkeypatch):
     forwards, forward = [], engine.Forward
     monkeypatch.setattr(engine, "Forward", lambda *a: forwards.append(forward(*a)) or forwards[-1])
     monkeypatch.setattr(Labels, "are_waited_for", property(lambda labels: labels.drop))
-    monkeypatch.setattr(planner, "head_start", lambda rows, hidden, backend: BLOCK)
+    monkeypatch.setattr(planner, "head_start", lambda *_: BLOCK)
     return forwards
 
 
@@ -39,10 +39,10 @@ def test_forward_that_was_started_gives_something_else(ignored, head, chunk_byte
     options = dict(chunk_bytes=chunk_bytes, cache_bytes=cache_bytes)
     p = problem(6, 4, VOCAB)
     p.target = torch.where(torch.arange(6) < 6 * ignored, -100, torch.arange(6))
-    monkeypatch.setattr(planner, "head_start", lambda rows, hidden, backend: 0)
+    monkeypatch.setattr(planner, "head_start", lambda *_: 0)
     expected = results(p, **options)
     started.clear()
-    monkeypatch.setattr(planner, "head_start", lambda rows, hidden, backend: head)
+    monkeypatch.setattr(planner, "head_start", lambda *_: head)
     found = results(p, **options)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     kept = int(p.target.ne(-100).sum())
@@ -56,6 +56,19 @@ def test_bad_label_is_found_late_or_its_error_holds_the_cache(started):
         results(p, cache_bytes=1 << 30)
     held = weakref.ref(started.pop())
     assert error.value is not None and held() is None
+
+
+def test_rest_is_launched_after_the_layers_of_autograd(started, monkeypatch):
+    """The device has nothing to do by then."""
+    left, statistics = [], ops.token_statistics
+
+    def called(*arguments, started):
+        left.append(len(list(started.chunks)))
+        return statistics(*arguments, started=started)
+
+    monkeypatch.setattr(ops, "token_statistics", called)
+    results(problem(6, 4, VOCAB, ignored=0), chunk_bytes=1)
+    assert left == [0]
 
 
 def test_start_that_finds_no_memory_fails(started, monkeypatch):
@@ -77,7 +90,8 @@ def test_start_that_finds_no_memory_fails(started, monkeypatch):
 
 def test_head_start_is_a_whole_number_of_blocks():
     pytest.importorskip("triton")
-    columns = planner.head_start(8192, 4096, "hopper")
+    cpu = torch.device("cpu")
+    columns = planner.head_start(8192, 4096, "hopper", cpu)
     assert columns % 256 == 0 and 0.3 < 2 * 8192 * 4096 * columns / 700e9 < 0.4
-    assert planner.head_start(0, 4096, "hopper") > 0
-    assert planner.head_start(8192, 4096, "torch") == planner.head_start(8192, 4096, "triton") == 0
+    assert planner.head_start(0, 4096, "hopper", cpu) > 0
+    assert all(planner.head_start(8192, 4096, backend, cpu) == 0 for backend in ("torch", "triton"))

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -142,6 +143,16 @@ def test_room_for_cached_chunks_that_cannot_be_allocated_raises(monkeypatch):
         found = solved()
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
     assert max(rooms) > 1024 and rooms[-1] == 1024
+
+
+def test_room_of_the_chunks_is_kept_while_the_input_gradient_is_rounded(monkeypatch):
+    """The accumulator and the gradient are there together then, the most memory of all where D is large."""
+    rooms, held, make, put = [], [], gradients.Buffer, gradients.put
+    monkeypatch.setattr(gradients, "Buffer", lambda *a: rooms.append(weakref.ref(b := make(*a))) or b)
+    monkeypatch.setattr(gradients, "put", lambda *a: held.append([r() for r in rooms]) or put(*a))
+    x, w, y = torch.randn(8, 8, requires_grad=True), torch.randn(3000, 8), torch.arange(8)
+    linear_cross_entropy(x, w, y, options=ComputeOptions(cache_bytes=1 << 15)).backward()
+    assert held and all(len(alive) == 2 and not any(alive) for alive in held)
 
 
 def test_frozen_head_allocates_a_weight_gradient(recorder):

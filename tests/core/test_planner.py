@@ -116,6 +116,22 @@ def test_cache_is_kept_where_saved_tensors_are_recomputed(monkeypatch):
     assert found[2] == 7
 
 
+@pytest.mark.parametrize("count", [1, 2, 132])
+def test_round_of_tiles_is_wider_than_asked_for_or_leaves_many_without_one(count, monkeypatch):
+    """132 as on an H200. What is cut off is less than one round, and what is left of the last round less than a column
+    of tiles."""
+    pytest.importorskip("triton")
+    hopper = backends.get("hopper")
+    monkeypatch.setattr(hopper, "_multiprocessors", lambda device: count)
+    for rows, columns in itertools.product([*ROWS, 4096, 16384], [*VOCABULARIES, 4748, 50645]):
+        found = hopper.whole_rounds(rows, columns, torch.device("cpu"))
+        assert found % 256 == 0 and found <= columns and (found > 0) == (columns >= 256)
+        row_tiles, tiles = -(-rows // 128), found // 256
+        if rows and tiles * row_tiles >= count > row_tiles:
+            assert tiles * row_tiles % count == 0 or -tiles * row_tiles % count < row_tiles
+            assert (columns // 256 - tiles) * row_tiles < count + row_tiles
+
+
 def test_copy_of_the_weight_is_as_large_as_the_weight():
     """Operands in another dtype are copied chunk by chunk, also where the kernels make the products."""
     pytest.importorskip("triton")

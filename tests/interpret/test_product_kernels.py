@@ -6,7 +6,7 @@ import pytest
 import torch
 from problems import TRANSFORM, all_statistics, check_losses, check_statistics, problem
 
-from liger_entropy import ComputeOptions, planner
+from liger_entropy import ComputeOptions, engine, planner
 from liger_entropy.backends import hopper
 from liger_entropy.equations import FIELDS, TARGET_LOGIT, Transform
 from liger_entropy.labels import Labels
@@ -46,6 +46,24 @@ def test_ragged_tile_is_wrong(tokens, vocab, option):
     names = [name for name in names if name != "token_weight"]
     options = {name: value for name, value in options.items() if name in TRANSFORM}
     check_statistics(problem(tokens, 8, vocab, names=names, ignored=0, **options), compute(cache_bytes=0))
+
+
+@pytest.mark.parametrize("cached", [0, 3])
+@pytest.mark.parametrize("head", [0, 1])
+def test_ragged_columns_in_a_launch_of_their_own_are_wrong(head, cached, monkeypatch):
+    """As where the columns before them take many rounds."""
+    monkeypatch.setattr(engine, "MASKED_ROUNDS", 1)
+    monkeypatch.setattr(Labels, "are_waited_for", property(lambda labels: labels.drop))
+    monkeypatch.setattr(planner, "head_start", lambda *_: head * COLUMNS)
+    widths, fold = [], engine.Forward._fold
+    monkeypatch.setattr(
+        engine.Forward, "_fold", lambda self, chunk: widths.append(chunk.stop - chunk.start) or fold(self, chunk)
+    )
+    p = problem(5, 8, 3 * COLUMNS + 40, names=("linear_bias",), ignored=0, entropy_coef=0.1)
+    p.target[:] = torch.tensor([0, COLUMNS, 3 * COLUMNS - 1, 3 * COLUMNS, 3 * COLUMNS + 39])
+    check_losses(p, compute(cache_bytes=1 << 30 if cached else 0))
+    first = [COLUMNS, 2 * COLUMNS] if head else [3 * COLUMNS]
+    assert widths[: len(first) + 1] == [*first, 40]
 
 
 @pytest.mark.parametrize("depth", [8, 64, 72])
@@ -114,5 +132,5 @@ def test_forward_that_was_started_gives_something_else(ignored, cached, monkeypa
     """Its first block of columns, and the logits kept of it, are launched alone."""
     p = problem(6, 8, 3 * COLUMNS - 50, ignored=ignored, entropy_coef=0.1)
     monkeypatch.setattr(Labels, "are_waited_for", property(lambda labels: labels.drop))
-    monkeypatch.setattr(planner, "head_start", lambda rows, hidden, backend: COLUMNS)
+    monkeypatch.setattr(planner, "head_start", lambda *_: COLUMNS)
     check_losses(p, compute(cache_bytes=cached * COLUMNS * 6 * 4))
