@@ -33,7 +33,7 @@ _NEEDS = "bool need_x, bool need_weight, bool need_bias"
 _STATISTICS = 5
 
 
-def _split(arguments, *kinds):
+def _split(arguments, *kinds) -> tuple[Any, ...]:
     """Positional arguments as the named tuples they stand for; the rest last."""
     parts, first = [], 0
     for kind in kinds:
@@ -129,7 +129,10 @@ def _(*arguments):
     f"({_UPSTREAM}, {_TENSORS}, {_KEPT}, {_SETTINGS}, {_NEEDS}) -> (Tensor, Tensor, Tensor)",
 )
 def _token_statistics_backward(*arguments):
-    upstream, tensors, kept, settings, needs = _split(arguments, Upstream, Tensors, Kept, Settings)
+    return _gradients(*_split(arguments, Upstream, Tensors, Kept, Settings))
+
+
+def _gradients(upstream: Upstream, tensors: Tensors, kept: Kept, settings: Settings, needs) -> tuple[Tensor, ...]:
     with _no_autocast(tensors.x), on_device(tensors.x):
         return tuple(_or_empty(gradients.backward(upstream, tensors, kept, settings, needs), tensors.x))
 
@@ -147,6 +150,10 @@ def _(*arguments):
 
 def _setup(ctx, inputs, output):
     tensors, settings, _ = _split(inputs, Tensors, Settings)
+    _remember(ctx, tensors, settings, output)
+
+
+def _remember(ctx, tensors: Tensors, settings: Settings, output) -> None:
     ctx.settings = settings
     ctx.set_materialize_grads(False)
     entropy, smooth, _ = settings.wanted
@@ -164,9 +171,11 @@ def _backward(ctx, *upstream):
     fields = [Tensors._fields.index(name) for name in ("x", "weight", "bias")]
     needs = [ctx.needs_input_grad[field] for field in fields]
     # With create_graph the op is there to refuse second derivatives.
-    as_op = torch.is_grad_enabled() or traced(tensors.x)
-    run: Any = torch.ops.liger_entropy.token_statistics_backward.default if as_op else _run_backward
-    results = run(*upstream, *tensors, *kept, *ctx.settings, *needs)
+    if torch.is_grad_enabled() or traced(tensors.x):
+        op: Any = torch.ops.liger_entropy.token_statistics_backward.default
+        results = op(*upstream, *tensors, *kept, *ctx.settings, *needs)
+    else:
+        results = _run_gradients(upstream, tensors, kept, ctx.settings, needs)
     for field, need, result in zip(fields, needs, results, strict=True):
         none[field] = result if need else None
     return tuple(none)
@@ -191,7 +200,7 @@ torch.library.register_autograd(
 start: Any = torch.compiler.disable(_start)
 launch: Any = torch.compiler.disable(_launch)
 _run_finish = torch.compiler.disable(_finish)
-_run_backward = torch.compiler.disable(_token_statistics_backward)
+_run_gradients: Any = torch.compiler.disable(_gradients)
 
 
 class _Direct(torch.autograd.Function):
@@ -199,9 +208,9 @@ class _Direct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, *arguments_and_started):
-        *arguments, started = arguments_and_started
+        started = arguments_and_started[-1]
         output = _run_finish(started)
-        _setup(ctx, arguments, output)
+        _remember(ctx, started.problem.tensors, started.problem.settings, output)
         return output
 
     @staticmethod
