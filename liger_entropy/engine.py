@@ -147,7 +147,7 @@ class Problem:
 
 
 def part(tensor: Any, start: int, stop: int, dim: int = 0) -> Any:
-    """A range of an optional tensor; all of it as it is, since a view takes the host 5 us."""
+    """A range of an optional tensor; all of it as it is, which saves the host a view."""
     if tensor is None or (start == 0 and stop == tensor.shape[dim]):
         return tensor
     return tensor.narrow(dim, start, stop - start)

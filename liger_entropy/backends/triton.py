@@ -59,8 +59,8 @@ _compiled: dict[tuple, Any] = {}
 def launch(
     kernel, grid: tuple[int, int, int], key: tuple, arguments: tuple, constants: dict[str, Any], warps=4, stages=3
 ) -> None:
-    """Launch, by way of Triton's compiler the first time only: a direct launch takes the host 20 us in place of
-    60, and a chunk's products take the device as little as 45 us.
+    """Launch, by way of Triton's compiler the first time only: it specialises the arguments anew in every call, which
+    takes the host longer than the launch, and a small call's kernels are shorter than either.
 
     The key holds all that the kernel is specialised on beside its constants: the dtype and alignment of pointers, and
     the integers that the kernels do not exempt.
