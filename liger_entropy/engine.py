@@ -21,10 +21,10 @@ from .equations import FIELDS, ROW_MAX, Transform, merge
 from .notices import warn_once
 from .products import Products, aligned, empty_aligned
 
-# Rounds of tiles in which a mask costs more than a launch of its own, which takes about one. A step of T=4096, D=2048,
-# V=151936 (benchmarks/gpu_limits.py, no cache, H200, torch 2.11, triton 3.6, 2026-12-01) took 15.50 ms in place of
-# 15.74; its forward has 144 rounds.
-MASKED_ROUNDS = 64
+# Rounds of tiles in which a mask costs more than a launch of its own, which takes about one round. A step of T=4096,
+# D=2048, V=151936 (benchmarks/gpu_limits.py, no cache, H200, torch 2.11, triton 3.6, 2026-12-01) took 15.50 ms in place
+# of 15.74; its forward has 144 rounds of 26 us, so that 16 pay for the launch, and as many for the host's time.
+MASKED_ROUNDS = 32
 
 
 class Tensors(NamedTuple):
@@ -209,7 +209,7 @@ class Forward:
         needs no mask."""
         p, (start, stop) = self.problem, bounds[-1]
         whole = stop // p.block_columns * p.block_columns
-        if whole in (start, stop) or p.backend.rounds(p.x.shape[0], whole - start, p.x.device) < MASKED_ROUNDS:
+        if whole in (start, stop) or p.backend.rounds_of_tiles(p.x.shape[0], whole - start, p.x.device) < MASKED_ROUNDS:
             return bounds
         return [*bounds[:-1], (start, whole), (whole, stop)]
 

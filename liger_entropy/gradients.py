@@ -92,8 +92,10 @@ class Accumulation:
         cached = min(self.kept.cache.shape[1], p.columns)
         parts = COPIED_CHUNKS if p.products.copies(p.tensors.weight) else CACHED_CHUNKS
         share = p.blocks(-(-cached // parts)) * p.block_columns
-        narrow = self._whole_rounds(s.gradient_columns) or s.gradient_columns
-        first = steps(0, cached, max(narrow, share))
+        narrow = s.gradient_columns
+        if narrow < p.columns:
+            narrow = self._whole_rounds(narrow) or narrow
+        first = steps(0, cached, max(s.gradient_columns, share))
         wide, start = [], cached
         while (step := self._fitting(p.columns - start)) > narrow:
             wide.append((start, start + step))
@@ -102,7 +104,7 @@ class Accumulation:
 
     def _whole_rounds(self, columns: int) -> int:
         p = self.problem
-        return p.backend.whole_rounds(p.x.shape[0], columns, p.x.device) if p.makes_products else columns
+        return p.backend.columns_of_whole_rounds(p.x.shape[0], columns, p.x.device) if p.makes_products else columns
 
     def _fitting(self, remaining: int) -> int:
         """Columns of a wide chunk whose gradient, with one piece of logits, fits in dw behind the chunk's own rows."""

@@ -179,15 +179,14 @@ def chunk_widths(rows: int, vocab: int, backend: str, chunk_bytes: int | str, co
 HEAD_START = 125e9
 
 
-def head_start(rows: int, hidden: int, backend: str, device: torch.device) -> int:
+def head_start(rows: int, hidden: int, backend: str) -> int:
     """Columns of the forward that a Hopper GPU works on while the host waits for the count of kept rows. If rows are to
     be dropped the work is done again, in time that would have been lost anyway. 0 for the other backends, which may be
     too slow for that."""
     module = backends.get(backend)
     if not module.MAKES_PRODUCTS:
         return 0
-    columns = math.ceil(HEAD_START / max(rows * hidden, 1) / module.BLOCK_COLUMNS) * module.BLOCK_COLUMNS
-    return module.whole_rounds(rows, columns, device)
+    return math.ceil(HEAD_START / max(rows * hidden, 1) / module.BLOCK_COLUMNS) * module.BLOCK_COLUMNS
 
 
 def chunk_columns(rows: int, vocab: int, backend: str, chunk_bytes: int | str) -> int:

@@ -203,7 +203,7 @@ class Call:
 
     def _start(self, arguments: tuple, backend: str) -> Forward | None:
         tokens, size = self.input.shape
-        head = planner.head_start(tokens, size, backend, self.input.device)
+        head = planner.head_start(tokens, size, backend)
         if head == 0 or ops.traced(self.input):
             return None
         try:

@@ -18,6 +18,7 @@ or 32 was no faster than 8.
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -29,8 +30,8 @@ from .hopper_kernels import product_gradient_kernel, product_statistics_kernel
 from .triton import as_float, coefficients, finish, inspect, launch, transform_flags
 
 __all__ = [
-    "BLOCK_COLUMNS", "MAKES_PRODUCTS", "Gradient", "Operands", "Statistics", "coefficients", "finish", "inspect",
-    "rounds", "whole_rounds",
+    "BLOCK_COLUMNS", "MAKES_PRODUCTS", "Gradient", "Operands", "Statistics", "coefficients", "columns_of_whole_rounds",
+    "finish", "inspect", "rounds_of_tiles",
 ]  # fmt: skip
 
 # One partial is this many columns.
@@ -57,16 +58,22 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
-def rounds(rows: int, columns: int, device: torch.device) -> int:
-    """How many whole tiles of a product each multiprocessor makes, rounded down."""
-    return -(-rows // TILE_ROWS) * (columns // BLOCK_COLUMNS) // _multiprocessors(device)
+def rounds_of_tiles(rows: int, columns: int, device: torch.device) -> float:
+    """How many whole tiles of a product each multiprocessor makes."""
+    return -(-rows // TILE_ROWS) * (columns // BLOCK_COLUMNS) / _multiprocessors(device)
 
 
-def whole_rounds(rows: int, columns: int, device: torch.device) -> int:
-    """The most columns, up to these and in whole tiles, that leave few multiprocessors without a tile at the end. A
-    step without a cache, as above: 58.7 ms in place of 60.2 (D=2304), 107.6 in place of 110.6 (D=3584)."""
-    tiles = rounds(rows, columns, device) * _multiprocessors(device) // max(-(-rows // TILE_ROWS), 1)
-    return (tiles or columns // BLOCK_COLUMNS) * BLOCK_COLUMNS
+def columns_of_whole_rounds(rows: int, columns: int, device: torch.device) -> int:
+    """These columns in whole tiles, or fewer of them, that a chunk should have: in its last round of tiles many
+    multiprocessors may have none. What is left to other chunks counts as its share of a round, about what a chunk
+    costs beside its tiles. A step without a cache, as above: 58.7 ms in place of 60.2 (D=2304), 107.6 in place of 110.6
+    (D=3584)."""
+    rounds = rounds_of_tiles(rows, columns, device)
+    full = math.floor(rounds)
+    fewer = full * _multiprocessors(device) // max(-(-rows // TILE_ROWS), 1) * BLOCK_COLUMNS
+    left = rounds - rounds_of_tiles(rows, fewer, device)
+    saved = math.ceil(rounds) - full - left
+    return fewer if fewer and saved > left / rounds else columns // BLOCK_COLUMNS * BLOCK_COLUMNS
 
 
 def _descriptor(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
@@ -116,7 +123,7 @@ class Gradient(triton.Gradient):
 
     # On an H200 (T=8192, 64128 columns, torch 2.11, triton 3.6, 2026-12-01) 0.516 ms, with one block 0.544, with four
     # 0.523; with 8 rows and 2 warps 0.60, with 16 and 4 0.61.
-    cached_block = 4, BLOCK_COLUMNS, 2
+    cached_rows, cached_columns, cached_blocks = 4, BLOCK_COLUMNS, 2
 
     def __call__(self, z: Any, block_max, bias, class_weight, offset, out) -> None:
         if block_max is not None:

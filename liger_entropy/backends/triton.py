@@ -123,8 +123,8 @@ class Statistics:
 class Gradient:
     """Turns the logits of a call into gradients, chunk by chunk."""
 
-    # Rows and columns of a tile of the cache, whose columns are those of a block maximum, and tiles of a program.
-    cached_block = 1, BLOCK_COLUMNS, 1
+    # Of the cache a program takes so many rows and so many blocks of columns, each those of a block maximum.
+    cached_rows, cached_columns, cached_blocks = 1, BLOCK_COLUMNS, 1
 
     def __init__(
         self,
@@ -148,8 +148,10 @@ class Gradient:
         out: Tensor,  # [R, C], written; may lie over z
     ) -> None:
         transform, (rows, columns) = self.transform, z.shape
-        rows_each, block, each = (1, _block(columns), 1) if block_max is None else self.cached_block
-        programs = 1 if out.data_ptr() == z.data_ptr() else _ceil_divide(columns, block * each)
+        rows_each, block, blocks = 1, _block(columns), 1
+        if block_max is not None:
+            rows_each, block, blocks = self.cached_rows, self.cached_columns, self.cached_blocks
+        programs = 1 if out.data_ptr() == z.data_ptr() else _ceil_divide(columns, block * blocks)
         arguments = (
             z, z.stride(0), z.stride(1), z if block_max is None else block_max,
             0 if block_max is None else block_max.stride(0), self.target, as_float(bias, z), as_float(class_weight, z),

@@ -117,19 +117,26 @@ def test_cache_is_kept_where_saved_tensors_are_recomputed(monkeypatch):
 
 
 @pytest.mark.parametrize("count", [1, 2, 132])
-def test_round_of_tiles_is_wider_than_asked_for_or_leaves_many_without_one(count, monkeypatch):
-    """132 as on an H200. What is cut off is less than one round, and what is left of the last round less than a column
-    of tiles."""
+def test_chunk_that_ends_with_a_round_of_tiles_is_wider_or_takes_more_rounds(count, monkeypatch):
+    """132 multiprocessors as on an H200."""
     pytest.importorskip("triton")
     hopper = backends.get("hopper")
     monkeypatch.setattr(hopper, "_multiprocessors", lambda device: count)
     for rows, columns in itertools.product([*ROWS, 4096, 16384], [*VOCABULARIES, 4748, 50645]):
-        found = hopper.whole_rounds(rows, columns, torch.device("cpu"))
+        found = hopper.columns_of_whole_rounds(rows, columns, torch.device("cpu"))
         assert found % 256 == 0 and found <= columns and (found > 0) == (columns >= 256)
-        row_tiles, tiles = -(-rows // 128), found // 256
-        if rows and tiles * row_tiles >= count > row_tiles:
-            assert tiles * row_tiles % count == 0 or -tiles * row_tiles % count < row_tiles
-            assert (columns // 256 - tiles) * row_tiles < count + row_tiles
+        tiles, row_tiles = columns // 256, -(-rows // 128)
+        rounds, fewer = -(-tiles * row_tiles // count), -(-found // 256 * row_tiles // count)
+        assert found == tiles * 256 or (fewer < rounds and fewer * tiles < rounds * found // 256)
+
+
+def test_last_round_of_tiles_is_nearly_empty_or_cut_where_it_is_nearly_full(monkeypatch):
+    pytest.importorskip("triton")
+    hopper = backends.get("hopper")
+    monkeypatch.setattr(hopper, "_multiprocessors", lambda device: 132)
+    cases = {(4096, 197): 193, (4096, 37): 37, (4096, 8): 8, (6144, 8): 8, (9216, 3): 3, (20000, 3): 3, (8192, 66): 66}
+    for (rows, tiles), kept in cases.items():
+        assert hopper.columns_of_whole_rounds(rows, tiles * 256, torch.device("cpu")) == kept * 256, (rows, tiles)
 
 
 def test_copy_of_the_weight_is_as_large_as_the_weight():

@@ -1,6 +1,7 @@
 """NVIDIA's compute-sanitizer over every kernel, see sanitized.py."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -27,4 +28,5 @@ def test_kernels_are_not_clean(tool):
     run = subprocess.run(command, cwd=Path(__file__).parent, env=environment, capture_output=True, text=True)
     kernels = {line.split("at ")[1] for line in run.stdout.splitlines() if line.startswith("=========     at ")}
     assert run.returncode == 0 and not kernels, f"{sorted(kernels)}\n{run.stderr[-3000:]}"
-    assert "0 errors" in run.stdout or "0 hazards" in run.stdout, run.stdout[-1000:]
+    # racecheck has warnings beside its errors, which leave the exit code at 0.
+    assert re.search(r"RACECHECK SUMMARY: 0 hazards|ERROR SUMMARY: 0 errors", run.stdout), run.stdout[-1000:]

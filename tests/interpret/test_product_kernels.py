@@ -6,7 +6,7 @@ import pytest
 import torch
 from problems import TRANSFORM, all_statistics, check_losses, check_statistics, problem
 
-from liger_entropy import ComputeOptions, engine, planner
+from liger_entropy import ComputeOptions, engine, gradients, planner
 from liger_entropy.backends import hopper
 from liger_entropy.equations import FIELDS, TARGET_LOGIT, Transform
 from liger_entropy.labels import Labels
@@ -64,6 +64,29 @@ def test_ragged_columns_in_a_launch_of_their_own_are_wrong(head, cached, monkeyp
     check_losses(p, compute(cache_bytes=1 << 30 if cached else 0))
     first = [COLUMNS, 2 * COLUMNS] if head else [3 * COLUMNS]
     assert widths[: len(first) + 1] == [*first, 40]
+
+
+@pytest.mark.parametrize("cached", [0, 1])
+@pytest.mark.parametrize("vocab", [12 * COLUMNS, 13 * COLUMNS - 100])
+def test_wide_chunk_overwrites_the_weight_gradient(vocab, cached, monkeypatch):
+    """Its gradient lies in the rows of dw that are still to come."""
+    monkeypatch.setattr(planner, "MiB", 1)
+    widths, wide = [], gradients.Accumulation._wide
+    monkeypatch.setattr(
+        gradients.Accumulation, "_wide", lambda self, c: widths.append(c.stop - c.start) or wide(self, c)
+    )
+    check_losses(problem(7, 8, vocab, ignored=0, entropy_coef=0.1), compute(cache_bytes=cached * COLUMNS * 7 * 4))
+    assert len(widths) > 1 and max(widths) > COLUMNS
+
+
+@pytest.mark.parametrize("cache_bytes", [0, 1 << 30])
+def test_gradient_that_fits_in_one_chunk_takes_two(cache_bytes, monkeypatch):
+    vocab, bounds, run = 2 * COLUMNS + 188, [], gradients.Accumulation.run
+    monkeypatch.setattr(
+        gradients.Accumulation, "run", lambda self: bounds.append(self.cached + self.narrow) or run(self)
+    )
+    check_losses(problem(4, 8, vocab, ignored=0), compute(chunk_bytes=1 << 30, cache_bytes=cache_bytes))
+    assert bounds and all(b == [(0, vocab)] for b in bounds)
 
 
 @pytest.mark.parametrize("depth", [8, 64, 72])
