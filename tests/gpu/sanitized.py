@@ -25,8 +25,8 @@ def fill(owner, name: str) -> None:
     """Have a function return NaN in the memory that it takes, its first result."""
     take = getattr(owner, name)
 
-    def filled(*arguments):
-        taken = take(*arguments)
+    def filled(*arguments, **named):
+        taken = take(*arguments, **named)
         first = taken[0] if isinstance(taken, tuple) else taken
         if first is not None:
             first.fill_(torch.nan)
