@@ -28,8 +28,10 @@ def check_tensors(input, weight, target, bias, class_weight, sharded: bool) -> N
     if not isinstance(target, Tensor) or target.dtype not in _INTEGERS:
         kind = target.dtype if isinstance(target, Tensor) else type(target).__name__
         raise TypeError(f"target: expected an integer tensor of class indices, got {kind}")
-    empty = input.ndim > 0 and input.shape[-1] == 0 and not (sharded and weight is None)
-    if input.ndim < 1 or math.prod(input.shape[:-1]) != target.numel() or empty:
+    if input.ndim < 1 or (input.shape[-1] == 0 and not (sharded and weight is None)):
+        last = "V" if weight is None else "D"
+        raise ValueError(f"{name}: expected shape [..., {last}] with {last} >= 1, got {tuple(input.shape)}")
+    if math.prod(input.shape[:-1]) != target.numel():
         raise ValueError(
             f"target: {name} of shape {tuple(input.shape)} holds one row per token, "
             f"but target has shape {tuple(target.shape)}"
@@ -62,6 +64,12 @@ def check_float(name: str, tensor) -> None:
         raise TypeError(f"{name}: expected a float16, bfloat16, float32 or float64 tensor, got {kind}")
 
 
+def check_is_given(name: str, tensor) -> None:
+    """A weight of None stands for given logits further down, where nobody could tell."""
+    if tensor is None:
+        raise TypeError(f"{name}: expected a tensor [V, D], got None; losses of given logits are cross_entropy's")
+
+
 def check_weight(input: Tensor, weight: Tensor, sharded: bool) -> None:
     check_float("linear_weight", weight)
     if weight.ndim != 2 or weight.shape[1] != input.shape[-1] or (weight.shape[0] == 0 and not sharded):
@@ -85,9 +93,15 @@ def finite(name: str, value) -> float:
     return float(value)
 
 
+# The reciprocals of all numbers between are finite in fp32.
+_LEAST, _LARGEST = 2.0**-126, 2.0**126
+
+
 def positive(name: str, value) -> float:
     if not finite(name, value) > 0:
         raise ValueError(f"{name}: expected a number > 0, got {value}")
+    if not _LEAST <= value <= _LARGEST:
+        raise ValueError(f"{name}: expected a number whose reciprocal fp32 can hold, got {value}")
     return float(value)
 
 
@@ -121,7 +135,7 @@ def product_dtype(input: Tensor, weight: Tensor | None) -> torch.dtype:
     if weight is None:
         return input.dtype
     device = input.device.type
-    if torch.is_autocast_enabled(device) and torch.float64 not in (input.dtype, weight.dtype):
+    if device != "meta" and torch.is_autocast_enabled(device) and torch.float64 not in (input.dtype, weight.dtype):
         return torch.get_autocast_dtype(device)
     if input.dtype != weight.dtype:
         raise TypeError(

@@ -40,7 +40,7 @@ class Labels:
         kept = None if self.later else self.inspection.kept()
         if kept is None or not self.drop or kept == self.coded.shape[0]:
             return None, None
-        return self.inspection.order()[:kept], torch.tensor(kept)
+        return self.inspection.order()[:kept], torch.tensor(kept, device="cpu")
 
     def check(self) -> None:
         """Raise for bad labels, where no row is dropped and the kernels are on their way before a GPU is waited for."""
@@ -86,7 +86,7 @@ def _inspect_rows(*arguments):
     inspection = Inspection(*arguments)
     kept, coded = inspection.kept(), inspection.coded
     order = inspection.order() if kept < coded.shape[0] else coded.new_empty(coded.shape)
-    return coded, order, torch.tensor(kept)
+    return coded, order, torch.tensor(kept, device="cpu")
 
 
 def _raise_for(target: Tensor, coded: Tensor | None, cold: int, ignore_index: int, vocab_size: int) -> None:

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn._reduction import legacy_get_string
 
+from .checks import check_is_given
 from .losses import CrossEntropyOutput, LossOptions, fused_loss
-from .planner import ComputeOptions
+from .planner import ComputeOptions, checked_options
 from .token_statistics import Call
 
 
@@ -87,6 +88,7 @@ def liger_fused_linear_cross_entropy(
     what the mean divides by. accum_dtype is accepted; accumulation is always fp32. chunk_mem_const above 1 sets the
     chunk's budget to that many times ``T D`` fp32 numbers, Liger's unit, unless options say otherwise.
     """
+    check_is_given("weight", weight)
     check_liger_arguments(accum_dtype, use_token_scaling, chunk_mem_const)
     loss_options = LossOptions(
         reduction, label_smoothing, lse_square_scale, entropy_coef,
@@ -96,7 +98,7 @@ def liger_fused_linear_cross_entropy(
         input, weight, target, bias, ce_weight, ignore_index, softcap, logit_scale, temperature,
         process_group, vocab_size,
     )  # fmt: skip
-    options = options or ComputeOptions()
+    options = checked_options(options)
     if chunk_mem_const > 1 and options.chunk_bytes == "auto":
         options = replace(options, chunk_bytes=max(1, chunk_mem_const * input.numel() * 4))
     return fused_loss(call, loss_options, token_weight, options, reduction_group)

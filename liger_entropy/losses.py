@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from . import distributed
-from .checks import check_float, finite
+from . import distributed, planner
+from .checks import check_float, check_is_given, finite
 from .planner import ComputeOptions
 from .token_statistics import Call, TokenStatistics
 
@@ -125,7 +125,7 @@ def _parts(statistics: TokenStatistics, class_of_target: Tensor | None, options:
     scale = statistics.logprob.detach().exp() if options.use_token_scaling else None
     ce, z = _cross_entropy(statistics, class_of_target, options.label_smoothing), None
     if options.lse_square_scale != 0 or options.return_z_loss:
-        z = options.lse_square_scale * statistics.lse.square()
+        z = options.lse_square_scale * statistics.lse * statistics.lse  # its square may overflow
     if scale is not None:
         ce, z = ce * scale, None if z is None else z * scale
     return ce, z, statistics.entropy if options.wanted["entropy"] else None
@@ -214,7 +214,7 @@ def fused_loss(
             token_weight=token_weight, reduction_group=tokens_of,
         )  # fmt: skip
 
-    output = call.statistics(options or ComputeOptions(), composed, **loss_options.wanted)
+    output = call.statistics(planner.checked_options(options), composed, **loss_options.wanted)
     o = loss_options
     more = o.return_entropy_loss or o.return_z_loss or o.return_token_accuracy or o.return_predicted_tokens
     return output if more else output.loss
@@ -305,6 +305,7 @@ def linear_cross_entropy(
         reduction, label_smoothing, lse_square_scale, entropy_coef,
         return_entropy_loss, return_z_loss, return_token_accuracy, return_predicted_tokens,
     )  # fmt: skip
+    check_is_given("linear_weight", linear_weight)
     call = Call(
         input, linear_weight, target, linear_bias, weight, ignore_index, softcap, logit_scale, temperature,
         process_group, vocab_size,

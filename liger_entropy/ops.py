@@ -225,6 +225,7 @@ def traced(x: Tensor) -> bool:
 
 def token_statistics(*arguments, started: engine.Forward | None = None) -> tuple[Tensor, ...]:
     """The op's outputs; of what was `started` with the same arguments, if it was."""
-    if traced(arguments[0]):
+    x, weight, *_ = arguments
+    if traced(x) or (weight is not None and traced(weight)):
         return torch.ops.liger_entropy.token_statistics.default(*arguments)
     return _Direct.apply(*arguments, started or start(*arguments))

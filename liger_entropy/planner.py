@@ -60,6 +60,12 @@ class ComputeOptions:
                 raise ValueError(f"{name}: expected True or False, got {getattr(self, name)!r}")
 
 
+def checked_options(options: ComputeOptions | None) -> ComputeOptions:
+    if options is not None and not isinstance(options, ComputeOptions):
+        raise TypeError(f"options: expected a ComputeOptions or None, got {type(options).__name__}")
+    return options or ComputeOptions()
+
+
 # Not functools.cache, which Dynamo looks through, with a warning.
 _known: dict[object, object] = {}
 

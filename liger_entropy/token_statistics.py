@@ -12,7 +12,16 @@ import torch
 from torch import Tensor
 
 from . import backends, distributed, dtensor, ops, planner
-from .checks import check_tensors, checked_temperature, checked_vocab_size, finite, integer, positive, product_dtype
+from .checks import (
+    check_is_given,
+    check_tensors,
+    checked_temperature,
+    checked_vocab_size,
+    finite,
+    integer,
+    positive,
+    product_dtype,
+)
 from .distributed import Facts, Layout
 from .engine import Forward, Settings, Sizes
 from .labels import Labels
@@ -96,15 +105,18 @@ def linear_token_statistics(
         RuntimeError: an explicit backend that cannot run; a second derivative; torch.func transforms; another rank of
             process_group raised.
     """
+    check_is_given("linear_weight", linear_weight)
     call = Call(
         input, linear_weight, target, linear_bias, class_weight, ignore_index, softcap, logit_scale, temperature,
         process_group, vocab_size,
     )  # fmt: skip
-    return call.statistics(options or ComputeOptions(), **_wanted(fields))
+    return call.statistics(planner.checked_options(options), **_wanted(fields))
 
 
 def _wanted(names: Collection[str] | None) -> dict[str, bool]:
     """The optional statistics, as Call.statistics takes them."""
+    if isinstance(names, str):
+        raise TypeError(f"fields: expected a collection of names, got the string {names!r}")
     names = None if names is None else frozenset(names)
     for name in names or ():
         if name not in _FIELDS:

@@ -15,6 +15,10 @@ X, W, T = torch.randn(4, 5), torch.randn(7, 5), torch.tensor([0, 1, 2, 3])
 STATISTICS_CASES = {
     # name: (argument named, error, replaced arguments)
     "input is a list": ("input", TypeError, dict(input=[[1.0]])),
+    "input without features": ("input: expected shape", ValueError, dict(input=X[:, :0], linear_weight=W[:, :0])),
+    "input without dimensions": ("input: expected shape", ValueError, dict(input=X[0, 0], target=T[0])),
+    "weight is None": ("linear_weight.*None", TypeError, dict(linear_weight=None)),
+    "options is a dict": ("options.*dict", TypeError, dict(options={})),
     "input of integers": ("input", TypeError, dict(input=torch.ones(4, 5, dtype=torch.long))),
     "input complex": ("input", TypeError, dict(input=X.to(torch.complex64))),
     "weight of another dtype": ("linear_weight", TypeError, dict(linear_weight=W.bfloat16())),
@@ -38,6 +42,8 @@ STATISTICS_CASES = {
     "bias of integers": ("linear_bias", TypeError, dict(linear_bias=torch.ones(7, dtype=torch.long))),
     "bias on another device": ("linear_bias.*meta", ValueError, dict(linear_bias=torch.randn(7).to("meta"))),
     "softcap 0": ("softcap", ValueError, dict(softcap=0.0)),
+    "softcap that fp32 cannot hold": ("softcap.*fp32", ValueError, dict(softcap=1e39)),
+    "temperature whose reciprocal fp32 cannot hold": ("temperature.*fp32", ValueError, dict(temperature=1e-39)),
     "softcap negative": ("softcap", ValueError, dict(softcap=-1.0)),
     "softcap nan": ("softcap", ValueError, dict(softcap=math.nan)),
     "softcap a string": ("softcap", TypeError, dict(softcap="30")),
@@ -126,7 +132,7 @@ def test_bad_loss_option_is_accepted_or_found_late(given, name, error, change, n
         ("target", ValueError, (torch.randn(7, 4), T)),
         ("target", TypeError, (torch.randn(4, 7), torch.rand(4, 7))),
         ("target: label 7", ValueError, (torch.randn(4, 7), torch.tensor([0, 1, 7, 8]))),
-        ("target", ValueError, (torch.randn(4, 0), T)),
+        ("logits: expected shape", ValueError, (torch.randn(4, 0), T)),
     ],
 )
 def test_bad_logits_or_target_is_accepted(name, error, arguments, nothing_computed):

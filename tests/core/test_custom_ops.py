@@ -1,10 +1,13 @@
 """The torch.library registration: schemas, fakes, autograd, and torch.compile of a loss. Cases CMP-02, CMP-03."""
 
+import contextlib
+
 import pytest
 import torch
 import torch._dynamo
 from problems import all_losses, all_statistics, given, labels, problem
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.testing._internal.two_tensor import TwoTensor
 
 import liger_entropy
 from liger_entropy import ComputeOptions, cross_entropy, gradients, linear_cross_entropy, linear_token_statistics, ops
@@ -157,6 +160,27 @@ def test_dynamic_numbers_break_the_graph():
 def test_meta_tensors_are_computed_on():
     logits, target = torch.empty(4, 9, device="meta"), torch.empty(4, dtype=torch.int64, device="meta")
     assert cross_entropy(logits, target, entropy_coef=0.1).shape == ()
+    hidden = torch.empty(4, 9, device="meta", requires_grad=True)
+    loss = linear_cross_entropy(hidden, torch.empty(7, 9, device="meta"), target, entropy_coef=0.1)
+    loss.backward()
+    assert loss.is_meta and hidden.grad is not None and hidden.grad.shape == (4, 9)
+
+
+def test_default_device_is_taken_for_that_of_the_tensors():
+    x, w, t = torch.randn(4, 5), torch.randn(7, 5), torch.tensor([0, -100, 2, 3])
+    expected = linear_cross_entropy(x, w, t)
+    with torch.device("meta"):
+        assert torch.equal(linear_cross_entropy(x, w, t), expected)
+
+
+def test_part_of_a_wrapped_weight_is_taken_for_all_of_it():
+    """Its values are its own: an op that it does not know must not read its storage."""
+    x, w, t = torch.randn(4, 5), torch.randn(7, 5), torch.tensor([0, 1, 2, 3])
+    with contextlib.suppress(RuntimeError, NotImplementedError, TypeError):
+        loss = linear_cross_entropy(x, TwoTensor(w, 2 * w), t)
+        assert isinstance(loss, TwoTensor)
+        assert torch.equal(loss.a, linear_cross_entropy(x, w, t))
+        assert torch.equal(loss.b, linear_cross_entropy(x, 2 * w, t))
 
 
 def test_number_of_kept_tokens_recompiles():

@@ -31,6 +31,8 @@ def test_names_that_can_be_read_once_are_lost():
 
 
 def test_unknown_field_is_ignored():
+    with pytest.raises(TypeError, match=r"fields: .* string 'entropy'"):
+        statistics(problem(3, 4, 9), fields="entropy")
     with pytest.raises(ValueError, match=r"fields: .* got 'entropi'"):
         statistics(problem(3, 4, 7), fields=("entropi",))
 

@@ -277,3 +277,9 @@ def test_near_deterministic_rows_lose_their_entropy_or_gradient(gap):
     p.linear_weight[7] = 0
     p.options["linear_bias"] = torch.zeros(40).index_fill(0, torch.tensor([7]), gap)
     check_statistics(p)
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-30])
+def test_square_of_a_large_lse_overflows_before_it_is_scaled(scale):
+    output = cross_entropy(torch.full((2, 3), 1e20), torch.tensor([0, 1]), lse_square_scale=scale, return_z_loss=True)
+    assert output.z_loss.item() == pytest.approx(1e40 * scale) and output.loss.isfinite()
