@@ -104,7 +104,8 @@ class _SelectedLogits(torch.autograd.Function):
         ctx.save_for_backward(x, w, ids)
         ctx.dtype, ctx.accumulator = dtype, Products(dtype, x.device).accumulator
         rows = x.to(dtype).to(ctx.accumulator)  # [T, D]
-        columns = [torch.linalg.vecdot(rows, w[k].to(dtype).to(ctx.accumulator)) for k in ids.unbind(1)]
+        with torch.autocast(x.device.type, enabled=False):  # it would round vecdot's operands and result
+            columns = [torch.linalg.vecdot(rows, w[k].to(dtype).to(ctx.accumulator)) for k in ids.unbind(1)]
         return torch.stack(columns, 1) if columns else rows.new_empty(len(x), 0)
 
     @staticmethod

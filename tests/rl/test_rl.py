@@ -49,6 +49,21 @@ def test_selected_logprobs_and_gradients(dtype, transform):
         torch.testing.assert_close(a, b, **(tolerance if dtype == torch.float64 else loose))
 
 
+def test_autocast_rounds_the_operands_and_nothing_else():
+    x, w, ids = problem()
+    rounded = [t.detach().bfloat16().double().requires_grad_() for t in (x, w)]
+    want = exact(*rounded, ids)
+    upstream = torch.randn(want.shape)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = selected_logprobs(x, w, ids)
+        ours = torch.autograd.grad((got * upstream).sum(), (x, w))
+    theirs = torch.autograd.grad((want * upstream).sum(), rounded)
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-5)
+
+
 def test_the_label_itself_gives_its_logprob_and_all_tokens_sum_to_one():
     x, w, ids = problem()
     y = ids[:, 0]
