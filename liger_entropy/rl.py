@@ -11,7 +11,7 @@ the logprob of both models.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -135,8 +135,9 @@ def high_entropy_mask(entropy: Tensor, mask: Tensor, fraction: float = 0.2) -> T
     As in "Beyond the 80/20 rule" (Wang et al. 2025), which takes the policy gradient of the top 20 %.
 
     Args:
-        entropy: any shape; mask: the same shape, True (or non-zero) at the tokens that count.
+        entropy: any shape, NaN counts as the lowest; mask: the same shape, True (or non-zero) at the tokens that count.
         fraction: in (0, 1]; ``ceil(fraction * number of masked tokens)`` are taken, and more only where entropies tie.
+            The fraction is the decimal number it was written as: 0.3 of 100 tokens are 30.
 
     Returns:
         A bool tensor of that shape, not differentiable; all False where no token counts.
@@ -146,11 +147,13 @@ def high_entropy_mask(entropy: Tensor, mask: Tensor, fraction: float = 0.2) -> T
     if not 0.0 < fraction <= 1.0:
         raise ValueError(f"fraction: expected a number in (0, 1], got {fraction}")
     mask = mask.bool()
-    masked = entropy.detach().masked_fill(~mask, -math.inf)
-    count = torch.ceil(mask.sum() * fraction).long()
+    masked = entropy.detach().masked_fill(~mask | entropy.isnan(), -math.inf)
+    # The last factor exceeds the roundings of the fraction and of both products, 2^-53 each: a product that is
+    # whole in decimals does not end above it.
+    count = torch.ceil(mask.sum().double() * fraction * (1 - 2**-51)).long()
     if entropy.numel() == 0:
         return mask
-    threshold = masked.flatten().sort(descending=True).values[(count - 1).clamp(min=0)]
+    threshold = masked.flatten().sort(descending=True).values.take((count - 1).clamp(min=0))
     return (masked >= threshold) & mask
 
 
@@ -202,5 +205,5 @@ class EntropyController:
         return {"coef": self.coef}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        self.coef = float(state["coef"])
-        self.__post_init__()
+        """Raises ValueError, and keeps the coefficient, where that of the state is out of bounds."""
+        self.coef = replace(self, coef=float(state["coef"])).coef

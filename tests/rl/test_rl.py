@@ -1,6 +1,7 @@
 """Log-probabilities of given tokens, entropy masks, and the entropy controller."""
 
 import math
+from fractions import Fraction
 
 import oracle
 import pytest
@@ -130,6 +131,24 @@ def test_mask_takes_the_most_uncertain_fraction_of_the_counted_tokens():
     assert high_entropy_mask(entropy, mask, 1e-6).sum() == 1
 
 
+@pytest.mark.parametrize("fraction", ["0.3", "0.1", "0.05", "0.7", "0.999", "0.0001", "1.0"])
+def test_mask_counts_in_decimals(fraction):
+    for n in (*range(1, 200), 1000, 10000):
+        taken = high_entropy_mask(torch.arange(float(n)), torch.ones(n), float(fraction)).sum()
+        assert taken == math.ceil(Fraction(fraction) * n), n
+
+
+def test_mask_counts_more_tokens_than_fp32_can():
+    n = 2**24 + 3  # rounds to 2**24 + 4
+    assert high_entropy_mask(torch.zeros(n), torch.ones(n, dtype=torch.bool), 1.0).all()
+
+
+def test_mask_takes_nan_last():
+    entropy = torch.tensor([1.0, math.nan, 3.0, 2.0])
+    assert high_entropy_mask(entropy, torch.ones(4), 0.5).tolist() == [False, False, True, True]
+    assert high_entropy_mask(entropy, torch.ones(4), 1.0).all()
+
+
 def test_mask_of_nothing_is_empty():
     entropy = torch.tensor([1.0, 2.0])
     assert not high_entropy_mask(entropy, torch.zeros(2), 0.5).any()
@@ -198,3 +217,11 @@ def test_controller_state_round_trip_and_bad_numbers():
             EntropyController(**bad)
     with pytest.raises(ValueError, match="entropy"):
         controller.update(math.nan)
+
+
+@pytest.mark.parametrize("bad", [math.nan, 5.0, 0.0, "many", None])
+def test_controller_keeps_its_coefficient_when_a_bad_state_is_refused(bad):
+    controller = EntropyController(target=1.0, coef=0.02)
+    with pytest.raises((ValueError, TypeError)):
+        controller.load_state_dict({"coef": bad})
+    assert controller.coef == 0.02
