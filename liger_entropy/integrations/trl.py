@@ -173,7 +173,7 @@ class _FusedForward:
         if aux_loss is not None:
             loss = loss + getattr(config, "router_aux_loss_coef", 0.0) * aux_loss
         output = importlib.import_module(_HOME).FusedCausalLMOutput
-        return output(loss=loss, label_mask=target != -100, aux_loss=aux_loss, **fields)
+        return output(loss=loss, label_mask=_kept(target), aux_loss=aux_loss, **fields)
 
     def _fields(self, call: HeadCall, logits: Any, target: Tensor) -> dict[str, Tensor]:
         entropy, squares, mean, top1 = (name in self.outputs for name in _FIELDS[1:])
@@ -184,7 +184,7 @@ class _FusedForward:
         if mean:  # 1/V sum_j log p_j = mean_j z_j - lse
             fields["mean_logits"] = (statistics.smooth_logprob + statistics.lse).detach()
         if top1:
-            fields["is_top1"] = (statistics.prediction == target) & (target != -100)
+            fields["is_top1"] = (statistics.prediction == target) & _kept(target)
         if squares:  # log sum_j p_j^2 = log sum_j e^(2 z_j) - 2 log sum_j e^(z_j)
             with torch.no_grad():
                 doubled = self._statistics(call, logits * 2.0, target, entropy=False, smooth=False, prediction=False)
@@ -255,6 +255,10 @@ class EntropyTerm:
         return entropy / num_items * (ranks if self.args.average_tokens_across_devices else 1)  # type: ignore[attr-defined]
 
 
+def _kept(target: Tensor) -> Tensor:
+    return target.long() != -100  # in uint8 -100 is the label 156
+
+
 def _loss(log_probs: Tensor, target: Tensor, num_items: Any) -> Tensor:
-    count = (target != -100).sum().clamp(min=1) if num_items is None else num_items
+    count = _kept(target).sum().clamp(min=1) if num_items is None else num_items
     return -log_probs.sum() / (count.to(log_probs.device) if isinstance(count, Tensor) else count)

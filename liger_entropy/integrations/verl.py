@@ -30,7 +30,7 @@ def linear_cross_entropy(
     dist_process_group: Any = None,
     *,
     bias: Tensor | None = None,
-    ignore_index: int = -100,
+    ignore_index: int | None = -100,
     options: ComputeOptions | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probabilities of the labels and the entropy of every token, with verl's signature and results.
@@ -68,7 +68,8 @@ def linear_cross_entropy(
     if reduction.lower() != "none":
         logprobs = logprobs.sum()
     if reduction.lower() == "mean":
-        logprobs = logprobs / (labels != ignore_index).sum().clamp(min=1)
+        kept = labels.long() != (-100 if ignore_index is None else ignore_index)  # in uint8 -100 is the label 156
+        logprobs = logprobs / kept.sum().clamp(min=1)
     return logprobs, statistics.entropy.reshape(-1)
 
 

@@ -120,6 +120,17 @@ def test_shift_labels_are_scored_where_they_stand():
         assert (getattr(b, name)[:, -1] == 0).all()
 
 
+def test_labels_of_bytes_are_all_kept():
+    """-100 modulo 256 is a token."""
+    model = tiny.model()
+    add_fused_lm_head(model, outputs=("log_probs", "is_top1"))
+    ids = torch.full((1, 6), 156)
+    wide, narrow = (model(input_ids=ids, labels=y, fused_lm_head=True) for y in (ids, ids.to(torch.uint8)))
+    assert narrow.label_mask.all()
+    for name in ("loss", "log_probs", "is_top1"):
+        assert torch.equal(getattr(narrow, name), getattr(wide, name)), name
+
+
 def test_num_items_in_batch_divides_the_loss():
     model = tiny.model()
     add_fused_lm_head(model)

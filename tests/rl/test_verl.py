@@ -52,6 +52,22 @@ def test_results_are_those_of_verls_description(reduction):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
+def test_mean_counts_every_label_that_bytes_hold():
+    x, w, y = problem()
+    y = y % 200
+    y[:5] = 156  # -100 modulo 256
+    mean = linear_cross_entropy(x, w, y.to(torch.uint8), reduction="mean")[0]
+    assert mean == linear_cross_entropy(x, w, y, reduction="mean")[0]
+
+
+def test_no_ignore_index_is_minus_100():
+    x, w, y = problem()
+    y[::3] = -100
+    for reduction in ("none", "mean"):
+        ours, default = (linear_cross_entropy(x, w, y, 1.0, reduction, **k)[0] for k in ({"ignore_index": None}, {}))
+        assert torch.equal(ours, default)
+
+
 def test_logprobs_are_not_losses():
     x, w, y = problem()
     assert (linear_cross_entropy(x, w, y)[0] <= 0).all()
