@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -97,11 +99,18 @@ class HeadCall:
     ):
         self.patch, self.model_name, self.fuse, self.num_items = patch, model_name, fuse, num_items
         self.accuracy, self.scaling = return_token_accuracy, use_token_scaling
+        self.grad, self.saved_tensor_hooks = torch.is_grad_enabled(), _saved_tensor_hooks()
         self.nodes: list[DeferredLogits] = []
         self.parts: dict[str, Tensor] = {}  # of the first loss: entropy_loss, logprob, entropy, token_accuracy
 
-    def meet(self, head: DeferringHead, args: tuple, kwargs: dict) -> DeferredLogits:
-        """The model calls its head."""
+    def meet(self, head: DeferringHead, args: tuple, kwargs: dict) -> Any:
+        """The model calls its head. Under another grad mode, or in a checkpoint, that is an ordinary call.
+
+        A checkpoint inside the model computes its region a second time when this call is over and nothing is followed.
+        """
+        hooks = _saved_tensor_hooks()
+        if not self.in_grad_mode() or (() not in (hooks, self.saved_tensor_hooks) and hooks != self.saved_tensor_hooks):
+            return head.call_plainly(*args, **kwargs)
         reason = head.refusal()
         if len(args) != 1 or kwargs:
             reason = "the output embedding is called with more than the hidden states"
@@ -116,6 +125,15 @@ class HeadCall:
         enabled, dtype = autocast = _autocast_state(hidden)
         dtype = dtype if enabled else hidden.dtype
         return DeferredLogits(self, Recipe(head, hidden, hidden.ndim - 1, (0, head.out_features), dtype, autocast))
+
+    def in_grad_mode(self) -> bool:
+        """Whether the grad mode is the one under which the model was called, and its head."""
+        return torch.is_grad_enabled() == self.grad
+
+    @contextmanager
+    def grad_mode(self) -> Iterator[None]:
+        with torch.inference_mode(False), torch.set_grad_enabled(self.grad):
+            yield
 
     def logits(self, recipe: Recipe) -> Tensor:
         with _autocast(recipe):
@@ -210,13 +228,23 @@ class HeadCall:
         """No cross-entropy was met. Fine where there is no loss; else it is the model's own and has no entropy."""
         if getattr(outputs, "loss", outputs) is None:
             return
-        reason = "it is not taken by torch.nn.functional.cross_entropy from the output embedding's logits"
+        reason = (
+            "it is not taken by torch.nn.functional.cross_entropy from the output embedding's logits (those made or used "
+            "under another grad mode than the model's, or made in a checkpoint inside it, are not followed)"
+        )
         if self.patch.changes_loss:
             raise RuntimeError(
                 f"{self.model_name}: entropy_coef, label_smoothing and lse_square_scale cannot be applied to its loss, "
                 f"because {reason}"
             )
         self.note(reason)
+
+
+def _saved_tensor_hooks() -> Any:
+    """The innermost pair, which a checkpoint sets to its own, or None; () while Dynamo traces, which cannot ask."""
+    if torch.compiler.is_compiling():
+        return ()
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)
 
 
 def _autocast_state(hidden: Tensor) -> tuple[bool, torch.dtype]:

@@ -38,9 +38,10 @@ class DeferredLogits:
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func is F.cross_entropy:
-            logits, rest = (args[0], args[1:]) if args else (kwargs.pop("input"), ())
-            if isinstance(logits, DeferredLogits):
-                return logits._call.cross_entropy(logits, *rest, **kwargs)
+            logits = args[0] if args else kwargs["input"]
+            if isinstance(logits, DeferredLogits) and logits._call.in_grad_mode():
+                options = {name: value for name, value in kwargs.items() if name != "input"}
+                return logits._call.cross_entropy(logits, *args[1:], **options)
         return _run(func.__name__, func, args, kwargs)
 
     def __getattr__(self, name: str):
@@ -57,8 +58,12 @@ class DeferredLogits:
     def materialise(self, reason: str = "") -> Tensor:
         """The true logits: the head is called, then every recorded operation runs on its result.
 
+        All of it under the grad mode of the head's call, whatever asks for the logits (a metric under no_grad).
         Operations keep their aliasing (a slice is a view of its source), so that in-place edits act as on tensors.
         """
+        if self._value is None and not self._call.in_grad_mode():
+            with self._call.grad_mode():
+                return self.materialise(reason)
         if self._value is None:
             if reason:
                 self._call.note(reason)
@@ -122,7 +127,7 @@ def _record(name: str, func: Callable, args: tuple, kwargs: dict) -> DeferredLog
     logits, *rest = reversed(args) if name in COMMUTATIVE and not isinstance(args[0], DeferredLogits) else args
     if rule is None or not isinstance(logits, DeferredLogits) or any(isinstance(a, DeferredLogits) for a in rest):
         return None
-    recipe = logits.recipe
+    recipe = logits.recipe if logits._call.in_grad_mode() else None
     if recipe is not None:
         try:
             recipe = rule(recipe, *rest, **kwargs)
