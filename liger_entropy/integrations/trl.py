@@ -110,10 +110,21 @@ def add_fused_lm_head(
     for module in candidates(head):
         defer(module)
     fused = _FusedForward(temperature, cast_lm_head_to_fp32, outputs, Patch(options=options or ComputeOptions()))
-    original = model.forward
+    _replace_forward(model, fused)
+
+
+def _replace_forward(model: nn.Module, fused: _FusedForward) -> None:
+    """Keeps what stood in its place on the instance: None for the class's, which remove_liger_entropy may change.
+
+    It is looked up in ``self``, which in a copy of the model is the copy.
+    """
+    replaced = model.__dict__.setdefault("_liger_entropy_replaced", [])
+    level = len(replaced)
+    replaced.append(model.__dict__.get("forward"))
 
     @functools.wraps(type(model).forward)  # generate reads the signature
     def forward(self, *args, fused_lm_head=False, labels=None, shift_labels=None, num_items_in_batch=None, **kwargs):
+        original = self._liger_entropy_replaced[level] or types.MethodType(type(self).forward, self)
         given = {"labels": labels, "shift_labels": shift_labels, "num_items_in_batch": num_items_in_batch}
         if fused_lm_head:
             return fused(self, original, args, kwargs, **given)

@@ -1,5 +1,7 @@
 """The fused head for TRL on tiny models: the model's own logits, whatever it does to them."""
 
+import copy
+import math
 import warnings
 
 import oracle
@@ -9,7 +11,7 @@ import torch
 import trl.trainer.utils as trl_utils
 from measure import memory
 
-from liger_entropy.huggingface import apply_liger_entropy
+from liger_entropy.huggingface import apply_liger_entropy, remove_liger_entropy
 from liger_entropy.integrations.trl import add_fused_lm_head, apply_to_trl, remove_from_trl
 
 ALL = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
@@ -217,6 +219,38 @@ def test_a_head_that_cannot_be_deferred_is_right_and_says_so_once():
     assert len([w for w in caught if "liger_entropy" in str(w.message)]) == 1
     for name in ALL[:4]:
         torch.testing.assert_close(getattr(got, name).double(), want[name], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_copy_computes_with_its_own_weights(times):
+    model = tiny.model()
+    ids, mask, labels = batch(model.config.vocab_size)
+    for _ in range(times):
+        add_fused_lm_head(model)
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        twin.lm_head.weight.zero_()
+    given = dict(input_ids=ids, attention_mask=mask, labels=labels)
+    out = twin(**given, fused_lm_head=True)
+    uniform = torch.full_like(out.log_probs, -math.log(model.config.vocab_size))
+    torch.testing.assert_close(out.log_probs, torch.where(out.label_mask, uniform, 0.0))
+    assert (twin(**given).logits == 0).all() and not (model(**given).logits == 0).all()
+    out.loss.backward()
+    assert twin.lm_head.weight.grad.any()
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_the_head_outlives_remove_liger_entropy():
+    model = apply_liger_entropy(tiny.model())
+    ids, mask, labels = batch(model.config.vocab_size)
+    given = dict(input_ids=ids, attention_mask=mask, labels=labels)
+    add_fused_lm_head(model, outputs=("log_probs", "entropy"))
+    before = model(**given, fused_lm_head=True)
+    remove_liger_entropy(model)
+    after, plain = model(**given, fused_lm_head=True), model(**given)
+    assert torch.equal(after.log_probs, before.log_probs) and torch.equal(after.entropy, before.entropy)
+    own = tiny.model()(**given)
+    assert torch.equal(plain.logits, own.logits) and torch.equal(plain.loss, own.loss)
 
 
 def test_arguments_are_checked_by_name():
