@@ -229,8 +229,8 @@ class HeadCall:
         if getattr(outputs, "loss", outputs) is None:
             return
         reason = (
-            "it is not taken by torch.nn.functional.cross_entropy from the output embedding's logits (those made or used "
-            "under another grad mode than the model's, or made in a checkpoint inside it, are not followed)"
+            "it is not taken by torch.nn.functional.cross_entropy from the output embedding's logits (those made or "
+            "used under another grad mode than the model's, or made in a checkpoint inside it, are not followed)"
         )
         if self.patch.changes_loss:
             raise RuntimeError(
@@ -244,7 +244,7 @@ def _saved_tensor_hooks() -> Any:
     """The innermost pair, which a checkpoint sets to its own, or None; () while Dynamo traces, which cannot ask."""
     if torch.compiler.is_compiling():
         return ()
-    return torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)  # type: ignore[attr-defined]
 
 
 def _autocast_state(hidden: Tensor) -> tuple[bool, torch.dtype]:
