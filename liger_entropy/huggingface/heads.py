@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
 
 from .classes import derived_class
 from .parallel import lays_out, lays_out_logits, statistics_call, style_of
@@ -58,6 +59,8 @@ class DeferringHead:
             return f"the output embedding ({name}) has a forward of its own"
         if any(not (_gathers(hook) or lays_out_logits(hook)) for hook in self._forward_hooks.values()):
             return "the output embedding has a forward hook, which must see logits"
+        if not all(_gathers(hook) for hook in torch_module._global_forward_hooks.values()):
+            return "there is a forward hook on all modules, which must see logits"
         return None
 
 

@@ -13,6 +13,7 @@ from comparison import assert_close, assert_same_run, batch, evaluate, train
 from families import tiny_model
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from transformers import BertConfig, BertModel, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 from transformers.utils import find_labels
 
@@ -184,6 +185,23 @@ def test_head_with_maths_of_its_own_is_called(plain, change, when):
     assert model._liger_entropy.noted
     logprobs = plain(IDS).logits[:, :-1][LABELS[:, 1:] != -100].log_softmax(-1)
     assert_close(got.outputs.entropy_loss.detach(), -(logprobs.exp() * logprobs).sum(-1).mean().detach())
+
+
+@pytest.mark.filterwarnings("ignore:.*not fused")
+def test_hooks_on_all_modules_act_on_the_head(plain):
+    """A forward hook must see logits; a pre-hook acts inside the head's own call."""
+    model = apply_liger_entropy(tiny_model("llama"))
+    doubled = lambda m, value: value * 2 if isinstance(m, nn.Linear) and m.out_features == 97 else None  # noqa: E731
+    for register, hook, fused in (
+        (register_module_forward_pre_hook, lambda m, args: doubled(m, args[0]) if args else None, True),
+        (register_module_forward_hook, lambda m, args, output: doubled(m, output), False),
+    ):
+        handle = register(hook)
+        try:
+            assert_same_run(train(model, INPUTS), train(plain, INPUTS))
+        finally:
+            handle.remove()
+        assert bool(model._liger_entropy.noted) != fused
 
 
 @pytest.mark.filterwarnings("ignore:.*not fused")
