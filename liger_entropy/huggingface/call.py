@@ -179,7 +179,7 @@ class HeadCall:
             statistics = self._from_logits(logits, axis, request)
         output = compose(statistics, target, options, ignore_index=ignore_index, class_weight=weight)
         if not self.parts:
-            self._keep(statistics, output, options, target != ignore_index)
+            self._keep(statistics, output, options, target.long() != ignore_index)
         return output.loss
 
     def _options(self, reduction: str, label_smoothing: float) -> LossOptions:
@@ -191,7 +191,7 @@ class HeadCall:
         )  # fmt: skip
 
     def _fused(self, logits: DeferredLogits, axis: int, request: tuple) -> TokenStatistics | None:
-        recipe = logits.recipe
+        recipe = logits.usable_recipe()
         if recipe is None or recipe.axis != axis:
             return None
         hidden = recipe.hidden.movedim(axis, -1)

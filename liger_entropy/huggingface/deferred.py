@@ -32,6 +32,7 @@ class DeferredLogits:
         value: Tensor | None = None,
     ):
         self._call, self._recipe, self._source, self._value = call, recipe, source, value
+        self._version = None if recipe is None else _version(recipe.hidden)
         call.nodes.append(self)
 
     @classmethod
@@ -69,6 +70,7 @@ class DeferredLogits:
                 self._call.note(reason)
             if self._source is None:
                 assert self._recipe is not None
+                self._check_unchanged(self._recipe)
                 self._value = self._call.logits(self._recipe)
             else:
                 func, args, kwargs = self._source
@@ -82,6 +84,26 @@ class DeferredLogits:
         sources = [] if source is None else [a for a in source[1] if isinstance(a, DeferredLogits)]
         exist = self._value is not None or any(a.recipe is None for a in sources)
         return None if exist else self._recipe
+
+    def usable_recipe(self) -> Recipe | None:
+        """The recipe, to compute with.
+
+        Raises:
+            RuntimeError: the hidden states were changed in place since.
+        """
+        recipe = self.recipe
+        if recipe is not None:
+            self._check_unchanged(recipe)
+        return recipe
+
+    def _check_unchanged(self, recipe: Recipe) -> None:
+        if None not in (self._version, now := _version(recipe.hidden)) and now != self._version:
+            raise RuntimeError(
+                f"{self._call.model_name}: the hidden states {tuple(recipe.hidden.shape)}, from which its output "
+                "embedding makes logits, were changed in place after its call; the logits were deferred until their "
+                "use, and what they are made of is gone: change a copy of the hidden states, or call with "
+                "skip_logits=False"
+            )
 
     @property
     def shape(self) -> torch.Size:
@@ -117,6 +139,11 @@ class DeferredLogits:
     __hash__ = object.__hash__
 
 
+def _version(tensor: Tensor) -> int | None:
+    """Changes with every in-place operation; None for inference tensors, which count none, and while Dynamo traces."""
+    return None if torch.compiler.is_compiling() or tensor.is_inference() else tensor._version
+
+
 def _run(name: str, func: Callable, args: tuple, kwargs: dict) -> Any:
     recorded = _record(name, func, args, kwargs)
     return _compute(name, func, args, kwargs) if recorded is None else recorded
@@ -127,7 +154,7 @@ def _record(name: str, func: Callable, args: tuple, kwargs: dict) -> DeferredLog
     logits, *rest = reversed(args) if name in COMMUTATIVE and not isinstance(args[0], DeferredLogits) else args
     if rule is None or not isinstance(logits, DeferredLogits) or any(isinstance(a, DeferredLogits) for a in rest):
         return None
-    recipe = logits.recipe if logits._call.in_grad_mode() else None
+    recipe = logits.usable_recipe() if logits._call.in_grad_mode() else None
     if recipe is not None:
         try:
             recipe = rule(recipe, *rest, **kwargs)

@@ -226,6 +226,70 @@ def test_autocast_of_the_head_holds_for_the_loss():
     assert not model._liger_entropy.noted
 
 
+class Changing(Model):
+    """``change(hidden)`` comes between the head and the loss."""
+
+    def forward(self, hidden, labels=None):
+        hidden = self.body(hidden)
+        logits = self.lm_head(hidden)
+        return {"loss": self.loss(logits, labels, hidden)}
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda z, y, h: (h.add_(1), ce(z, y))[1],
+        lambda z, y, h: (h.add_(1), F.cross_entropy(z.transpose(1, 2), y))[1],
+        lambda z, y, h: (z := z.transpose(1, 2), h[:, 0].zero_(), F.cross_entropy(z, y))[2],
+        lambda z, y, h: (h.add_(1), z.logsumexp(-1).sum())[1],
+    ],
+)
+def test_hidden_states_changed_in_place_are_refused(loss):
+    model = apply_liger_entropy(Changing(loss, True))
+    arguments = dict(hidden=torch.randn(2, 5, 8), labels=torch.ones(2, 5, dtype=torch.long))
+    with pytest.raises(RuntimeError, match=r"hidden states \(2, .*changed in place.*deferred"):
+        model(**arguments)
+    model(**arguments, skip_logits=False)
+    with torch.inference_mode():  # whose tensors count no changes
+        model.eval()(**arguments)
+
+
+def test_hidden_states_may_change_in_place_after_their_use():
+    """After the loss, or after an operation that copied the rows it took."""
+    chosen = torch.tensor([0, 3])
+
+    def loss(z, y, h):
+        rows = z[:, chosen].flatten(0, 1)
+        h.add_(1)
+        value = F.cross_entropy(rows, y[:, chosen].flatten())
+        h.add_(1)
+        return value
+
+    torch.manual_seed(0)
+    plain = Changing(loss, True)
+    model = apply_liger_entropy(copy.deepcopy(plain))
+    arguments = dict(hidden=torch.randn(2, 5, 8), labels=torch.ones(2, 5, dtype=torch.long))
+    assert_close(model(**arguments)["loss"], plain(**arguments)["loss"])
+    assert not model._liger_entropy.noted
+
+
+def test_byte_labels_are_kept_where_ignore_index_would_wrap_onto_them():
+    """-100 is 156 in uint8."""
+
+    class Bytes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lm_head = nn.Linear(8, 200)
+
+        def forward(self, hidden, labels=None):
+            return {"loss": F.cross_entropy(self.lm_head(hidden), labels, reduction="none").sum()}
+
+    model = apply_liger_entropy(Bytes())
+    hidden, labels = torch.randn(3, 8), torch.tensor([156, 3, 4])
+    expected, got = (model(hidden, labels=y)["entropy_loss"] for y in (labels, labels.to(torch.uint8)))
+    assert_close(got, expected)
+
+
 def test_error_in_the_forward_leaves_the_model_usable():
     def fail(z, y, m):
         raise KeyError("in the model's own code")
