@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -249,12 +249,16 @@ def _saved_tensor_hooks() -> Any:
 
 def _autocast_state(hidden: Tensor) -> tuple[bool, torch.dtype]:
     device = hidden.device.type
+    if device == "meta":  # no autocast is known for it
+        return False, hidden.dtype
     return torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
 
 
-def _autocast(recipe: Recipe) -> torch.autocast:
+def _autocast(recipe: Recipe) -> AbstractContextManager:
     """As it was where the model called its head."""
     enabled, dtype = recipe.autocast
+    if recipe.hidden.device.type == "meta":
+        return nullcontext()
     return torch.autocast(recipe.hidden.device.type, dtype=dtype, enabled=enabled)
 
 

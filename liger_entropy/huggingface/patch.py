@@ -6,7 +6,8 @@ import dataclasses
 import inspect
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from ..losses import LossOptions
 from ..planner import ComputeOptions
@@ -168,6 +169,7 @@ class PatchedModel:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         skip = kwargs.pop("skip_logits", None)
         asked = {name: kwargs.pop(name, False) for name in ("return_token_accuracy", "use_token_scaling")}
+        args, kwargs = _divisible(self._liger_entropy_parameters, args, kwargs)
         given = {**dict(zip(self._liger_entropy_parameters, args, strict=False)), **kwargs}
         labels = next((given[name] for name in _LABELS if given.get(name) is not None), None)
         if labels is None and any(name in given or name in self._liger_entropy_parameters for name in _LABELS):
@@ -185,6 +187,24 @@ class PatchedModel:
             for head, before in heads:
                 head._liger_entropy_call = before
             call.nodes.clear()  # they refer to the call: the cycle would keep the graph alive until the next collection
+
+
+def _divisible(parameters: tuple[str, ...], args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """The arguments with a tiny ``num_items_in_batch`` for 0: without a label the loss is 0, not 0 / 0.
+
+    With labels it is inf no longer, but beyond any loss; 1e20 times a gradient, scaled for fp16, still fits fp32.
+    """
+    name = "num_items_in_batch"
+
+    def divisor(items: Any) -> Any:
+        if isinstance(items, Tensor):
+            return torch.where(items == 0, 1e-20, items)
+        return 1e-20 if items == 0 else items
+
+    if name in kwargs:
+        return args, {**kwargs, name: divisor(kwargs[name])}
+    named = dict(zip(parameters, args, strict=False))
+    return tuple(divisor(a) if n == name else a for n, a in named.items()) + args[len(named) :], kwargs
 
 
 def _deferring_heads(model: Any) -> list[Any]:

@@ -4,6 +4,7 @@ import pytest
 import torch
 from comparison import RELATIVE, assert_close, assert_like_unpatched, assert_same_run, batch, entropy, evaluate, train
 from families import tiny_model
+from torch import nn
 from torch.nn import functional as F
 
 from liger_entropy import ComputeOptions
@@ -39,6 +40,38 @@ def test_num_items_in_batch_of_one_element_gives_the_unpatched_shape(plain, mode
     expected, got = train(plain, INPUTS, num_items_in_batch=items), train(model, INPUTS, num_items_in_batch=items)
     assert_same_run(got, expected)
     assert got.outputs.entropy_loss.shape == ()
+
+
+@pytest.mark.parametrize("positional", [False, True])
+@pytest.mark.parametrize("options", [ComputeOptions(), ComputeOptions(skip_ignored=False)])
+@pytest.mark.parametrize("items", [None, 0, 0.0, torch.tensor(0), torch.tensor([0.0]), 7, torch.tensor(7)])
+def test_batch_without_a_label_has_no_loss(items, options, positional):
+    """SHP-05, through the model's own division, also with fp16's loss scale."""
+
+    class Positional(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = tiny_model("llama")
+            self.lm_head = self.model.lm_head
+
+        def forward(self, input_ids, labels, num_items_in_batch=None):
+            outputs = self.model.model(input_ids)
+            return self.model.loss_function(self.lm_head(outputs[0]), labels, 97, num_items_in_batch)
+
+    target = {"entropy_coef": 0.5, "lse_square_scale": 0.1, "options": options}
+    labels = torch.full_like(IDS, -100)
+    if positional:
+        model = apply_liger_entropy(Positional(), **target)
+        loss = model(IDS, labels, items)
+    else:
+        model = apply_liger_entropy(tiny_model("llama"), **target).train()
+        outputs = model(input_ids=IDS, labels=labels, num_items_in_batch=items)
+        loss = outputs.loss
+        assert outputs.entropy_loss == 0
+    assert torch.equal(loss, torch.zeros_like(loss))
+    (loss.sum() * 65536).backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None and not parameter.grad.any(), name
 
 
 class Unsynchronised(torch.utils._python_dispatch.TorchDispatchMode):
@@ -281,3 +314,13 @@ def test_autocast_gives_the_unpatched_loss_up_to_bf16(plain, model):
     assert got.loss.dtype == torch.float32
     for name, gradient in expected.gradients.items():
         assert got.gradients[name].dtype == gradient.dtype
+
+
+def test_meta_device(model):
+    ids = IDS.to("meta")
+    model.to("meta").train()
+    outputs = model(input_ids=ids, labels=ids)
+    outputs.loss.backward()
+    assert outputs.loss.shape == outputs.entropy_loss.shape == () and outputs.loss.device.type == "meta"
+    assert model.lm_head.weight.grad.shape == model.lm_head.weight.shape
+    assert model.eval()(input_ids=ids, labels=ids).logits.shape == (*ids.shape, 97)
