@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 
 import torch
 from torch import Tensor
@@ -36,6 +37,7 @@ def check_tensors(input, weight, target, bias, class_weight, sharded: bool) -> N
             f"target: {name} of shape {tuple(input.shape)} holds one row per token, "
             f"but target has shape {tuple(target.shape)}"
         )
+    check_order(name, input.shape[:-1], target.shape)
     if weight is not None:
         check_weight(input, weight, sharded)
     for label, vector in (("linear_bias", bias), ("class_weight", class_weight)):
@@ -46,7 +48,7 @@ def check_tensors(input, weight, target, bias, class_weight, sharded: bool) -> N
             size = len(vector) if vector is class_weight and vector.ndim == 1 else rows
             if tuple(vector.shape) != (size,):
                 raise ValueError(f"{label}: expected shape ({size},), one value per class, got {tuple(vector.shape)}")
-    if class_weight is not None and class_weight.requires_grad:
+    if class_weight is not None and class_weight.requires_grad and torch.is_grad_enabled():
         raise TypeError("class_weight: requires grad, but the loss is not differentiable in it; pass it detached")
     for label, tensor in (
         ("linear_weight", weight),
@@ -56,6 +58,18 @@ def check_tensors(input, weight, target, bias, class_weight, sharded: bool) -> N
     ):
         if tensor is not None and tensor.device != input.device:
             raise ValueError(f"{label}: is on {tensor.device}, but {name} is on {input.device}")
+
+
+def check_order(name: str, shape: torch.Size, target: torch.Size) -> None:
+    """Values are taken in the order of memory whatever the shape, but not where one shape is the other transposed."""
+    if shape == target or len(shape) < 2 or len(target) < 2:
+        return
+    sizes, expected = [n for n in shape if n != 1], [n for n in target if n != 1]
+    if sizes != expected and sorted(sizes) == sorted(expected):
+        raise ValueError(
+            f"{name}: holds tokens as {tuple(shape)}, but target as {tuple(target)}, which is another order; "
+            "transpose one of them"
+        )
 
 
 def check_float(name: str, tensor) -> None:
@@ -81,7 +95,8 @@ def check_weight(input: Tensor, weight: Tensor, sharded: bool) -> None:
 
 
 def number(name: str, value) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    """A Python or NumPy number."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, numbers.Real)):
         raise TypeError(f"{name}: expected a number, got {type(value).__name__}")
     return float(value)
 
@@ -106,27 +121,28 @@ def positive(name: str, value) -> float:
 
 
 def integer(name: str, value) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
+    if isinstance(value, bool) or not isinstance(value, (int, numbers.Integral)):
         raise TypeError(f"{name}: expected an integer, got {type(value).__name__}")
-    return value
+    return value if isinstance(value, int) else int(value)  # symbolic ones of torch.compile stay
 
 
 def checked_vocab_size(value) -> int:
-    if integer("vocab_size", value) < 1:
+    if (size := integer("vocab_size", value)) < 1:
         raise ValueError(f"vocab_size: expected an integer >= 1, got {value}")
-    return value
+    return size
 
 
-def checked_temperature(temperature: Tensor, target: Tensor) -> Tensor:
-    """[T], one value per token; a tensor of one element stands for all."""
+def checked_temperature(temperature: Tensor, target: Tensor, shape: torch.Size) -> Tensor:
+    """[T], one value per token; a tensor of one element stands for all. target [T], and the shape it came in."""
     check_float("temperature", temperature)
-    if temperature.requires_grad:
+    if temperature.requires_grad and torch.is_grad_enabled():
         raise TypeError("temperature: requires grad, but the statistics are not differentiable in it; pass it detached")
     if temperature.numel() not in (1, target.numel()):
         raise ValueError(
             f"temperature: expected a number or one value per token ({target.numel()}), "
             f"got shape {tuple(temperature.shape)}"
         )
+    check_order("temperature", temperature.shape, shape)
     return temperature.to(target.device).reshape(-1).expand(target.numel())
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from . import distributed, planner
-from .checks import check_float, check_is_given, finite
+from .checks import check_float, check_is_given, check_order, finite
 from .planner import ComputeOptions
 from .token_statistics import Call, TokenStatistics
 
@@ -241,6 +241,7 @@ def _checked_token_weight(token_weight, target: Tensor) -> Tensor:
         raise ValueError(
             f"token_weight: expected one value per token, {tuple(target.shape)}, got {tuple(token_weight.shape)}"
         )
+    check_order("token_weight", token_weight.shape, target.shape)
     if token_weight.device != target.device:
         raise ValueError(f"token_weight: is on {token_weight.device}, but target is on {target.device}")
     return token_weight.reshape(target.shape)

@@ -89,7 +89,7 @@ def _transformed(z: Tensor, softcap: float | None, logit_scale: float, temperatu
     if softcap is not None:
         z = softcap * torch.tanh(z / softcap)
     if isinstance(temperature, Tensor):
-        return z / temperature.reshape(-1, 1).to(z.dtype)
+        return z / temperature.reshape(-1, 1).to(z)
     return z if temperature is None else z / temperature
 
 

@@ -157,7 +157,7 @@ class Call:
         self.logit_scale = finite("logit_scale", logit_scale)
         self.temperature, self.inverse_temperature = None, 1.0
         if isinstance(temperature, Tensor):
-            self.temperature = checked_temperature(temperature, self.target)
+            self.temperature = checked_temperature(temperature, self.target, self.labels.shape)
         elif temperature is not None:
             self.inverse_temperature = 1.0 / positive("temperature", temperature)
         self.dtype = product_dtype(self.input, self.weight)

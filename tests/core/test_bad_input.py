@@ -3,6 +3,7 @@
 import math
 import warnings
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -139,6 +140,46 @@ def test_bad_logits_or_target_is_accepted(name, error, arguments, nothing_comput
     """VAL-06"""
     with pytest.raises(error, match=f"^{name}"):
         cross_entropy(*arguments)
+
+
+@pytest.mark.parametrize("name", ["input", "temperature", "token_weight"])
+def test_transposed_tokens_are_taken_in_another_order(name, nothing_computed):
+    """Shapes may differ (SHP-08), but a transposed one pairs tokens with the labels of others."""
+    arguments = dict(input=torch.randn(2, 3, 5), linear_weight=W, target=torch.zeros(2, 3, dtype=torch.long))
+    wrong = torch.randn(3, 2, 5) if name == "input" else torch.rand(3, 1, 2) + 1
+    with pytest.raises(ValueError, match=rf"^{name}.*\(3, .*2\).*transpose"):
+        linear_cross_entropy(**arguments | {name: wrong})
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (6,), (1, 6), (2, 1, 3), (6, 1)])
+def test_same_tokens_in_another_shape_are_refused(shape):
+    """SHP-08"""
+    x, t, weight = torch.randn(6, 5), torch.tensor([[0, 1, 2], [3, 4, 5]]), torch.rand(6) + 1
+    arguments = dict(token_weight=weight.view(shape), temperature=weight.view(shape))
+    got = linear_cross_entropy(x.view(*shape, 5), W, t, **arguments)
+    expected = linear_cross_entropy(x, W, t.flatten(), token_weight=weight, temperature=weight)
+    assert got == expected
+
+
+def test_numpy_numbers_are_refused():
+    numbers = dict(
+        temperature=np.float32(2.0), softcap=np.float64(3.0), ignore_index=np.int64(2), vocab_size=np.int32(7)
+    )
+    got = linear_cross_entropy(X, W, T, **numbers, label_smoothing=np.float32(0.5))
+    assert got == linear_cross_entropy(X, W, T, temperature=2.0, softcap=3.0, ignore_index=2, label_smoothing=0.5)
+    for bad in (np.bool_(True), np.float32(2.0)):
+        with pytest.raises(TypeError, match=r"^ignore_index"):
+            linear_cross_entropy(X, W, T, ignore_index=bad)
+
+
+@pytest.mark.parametrize("name", ["temperature", "class_weight"])
+def test_parameter_is_refused_where_nothing_is_differentiated(name):
+    size = len(T) if name == "temperature" else len(W)
+    parameter = torch.nn.Parameter(torch.rand(size) + 1)
+    with torch.no_grad():
+        got = linear_token_statistics(X, W, T, **{name: parameter})
+    expected = linear_token_statistics(X, W, T, **{name: parameter.detach()})
+    assert torch.equal(got.logprob, expected.logprob) and torch.equal(got.entropy, expected.entropy)
 
 
 @pytest.mark.parametrize("name", [n for n in liger_entropy.__all__ if n.startswith("Liger")])
